@@ -8,12 +8,12 @@ from statistics import median_low
 from typing import final
 
 MAX_GROWTH = 2
-"""The most an anchor may grow by in one report, as a factor."""
+"""Largest factor by which an anchor may grow in one report."""
 SYNC_HISTORY = 3
-"""Synchronisations whose median time counts."""
+"""Number of latest synchronisations in the median time."""
 ROOM_SLACK = 2
-"""Room that was made is given back at once where the anchor is more than so many times
-what is asked for; less falls by one per report, so that noise moves little."""
+"""Factor over the requested room above which an anchor falls back at once; below it the
+anchor falls by one per report, so that noise moves little."""
 _ROUNDING = 1e-9
 
 
@@ -22,11 +22,11 @@ class Anchor:
     """The anchor of El Che and its auto-tune.
 
     Args:
-        first: anchor to start with, brought into the limits.
-        minimum: the auto-tune goes no lower; never above the maximum.
-        maximum: upper limit; 0 switches El Che off, the anchor is then 1.
-        overhead_target: largest wanted time of a synchronisation as a fraction
-            of the window's.
+        first: initial anchor, clamped to the limits.
+        minimum: lower limit of the auto-tune; clamped to the maximum.
+        maximum: upper limit; 0 switches El Che off, and the anchor is 1.
+        overhead_target: largest wanted time of a synchronisation as a fraction of
+            the window's time.
     """
 
     __slots__ = (
@@ -56,25 +56,25 @@ class Anchor:
 
     @property
     def value(self) -> int:
-        """Batches that the slowest rank runs per window."""
+        """Number of batches that the slowest rank runs per window."""
         return self._value if self.enabled else 1
 
     @property
     def maximum(self) -> int:
-        """Upper limit of the anchor; 0 when El Che is off."""
+        """Upper limit of the anchor; 0 if El Che is off."""
         return self._maximum
 
     @property
     def minimum(self) -> int:
-        """The auto-tune takes the anchor no lower; a nudge may."""
+        """Lower limit of the auto-tune; a nudge may go below it."""
         return max(1, min(max(self._minimum, self._room), self.maximum))
 
     def observe_sync(self, sync_ms: float, reference_ms: float) -> None:
-        """Takes in how long a synchronisation took, and tunes.
+        """Records the time of a synchronisation, and tunes the anchor.
 
         Args:
-            sync_ms: its milliseconds, positive.
-            reference_ms: milliseconds per batch of the slowest rank, positive.
+            sync_ms: time of the synchronisation (ms), positive.
+            reference_ms: time per batch on the slowest rank (ms), positive.
         """
         self._sync_ms = [*self._sync_ms, float(sync_ms)][-SYNC_HISTORY:]
         if not self.enabled or len(self._sync_ms) < 2:
@@ -93,13 +93,13 @@ class Anchor:
     def make_room(self, least: int) -> bool:
         """Raises the anchor to ``least`` at once, as far as the maximum allows.
 
-        The auto-tune takes it no lower until another number is given. Where that is
-        much lower (`ROOM_SLACK`), the first one was a pause and not the link: the
-        anchor falls at once, to ``least`` or to what it was raised from if that is
-        more.
+        ``least`` stays the auto-tune's lower limit until the next call. If a later
+        value is much lower (`ROOM_SLACK`), the earlier one came from a pause and not
+        the link. The anchor then falls at once, to ``least`` or to its value before the
+        raise, whichever is higher.
 
         Returns:
-            Whether the anchor is another one now.
+            Whether the anchor has changed.
         """
         self._room = least
         before = self._value
@@ -115,10 +115,10 @@ class Anchor:
         return self._value != before
 
     def nudge_down(self, factor: float) -> bool:
-        """Multiplies the anchor by ``factor``, brought into 0.1 to 1.0, rounded up.
+        """Multiplies the anchor by ``factor``, clamped to 0.1 to 1.0, rounded up.
 
         Returns:
-            Whether the anchor is lower now.
+            Whether the anchor has become lower.
         """
         before = self._value
         shorter = math.ceil(before * min(max(factor, 0.1), 1.0) - _ROUNDING)
@@ -126,15 +126,16 @@ class Anchor:
         return self._value < before
 
     def without_room(self) -> Anchor:
-        """A copy for which no room was made, for ranks that measure anew."""
+        """Returns a copy without a requested room, for ranks that measure anew."""
         other = copy(self)
         other._room = 1
         return other
 
     def _fallen(self, overhead: float) -> int:
-        """Half the way to the anchor whose overhead is half the target.
+        """Returns the middle between the anchor and that with half the target overhead.
 
-        Where room was made, one less: noise in what is asked for is to move little.
+        If room was requested, the anchor less one, so that noise in requests moves
+        little.
         """
         if self._room > 1:
             return self._value - 1

@@ -21,19 +21,19 @@ from elche.cadence.throughput import (
 from elche.errors import ConfigError
 
 MAX_KEPT_SIZES = 16
-"""Batch sizes whose split is held steady; the longest unused is forgotten."""
+"""Most batch sizes with a cached split; the least recently used is dropped."""
 IDLE = 0.5
-"""Part of a step below which a rank's time shows that its share is far too small."""
+"""Fraction of a step's time below which a rank's share is far too small."""
 WAKE_GAIN = 0.1
-"""Least gain that counts for giving more samples to a rank that mostly idles."""
+"""Least gain assumed for giving more samples to a rank that mostly idles."""
 TRIAL_IDLE = 0.9
-"""Part of a step below which a rank's time makes a larger share worth a trial."""
+"""Fraction of a step's time below which a rank's larger share is worth a trial."""
 TRIAL_COST = 0.02
-"""Budget of trials: fraction of the time of the steps between two of them."""
+"""Budget of trials: fraction of the time of the steps between two trials."""
 TRIAL_STEPS = 32
-"""Fewest steps between two trials."""
+"""Least steps between two trials."""
 MOST_TRIAL = 2.0
-"""Part of a step that a trial may be longer at most, after however many steps."""
+"""Fraction of a step by which a trial may be longer, however rare trials are."""
 
 _Times: TypeAlias = tuple[list[float], list[float]]
 
@@ -44,19 +44,18 @@ REBALANCE_GAIN = 0.03
 
 @final
 class Balancer:
-    """Sizes of each rank's part of a global batch, from delivered times.
+    """Sizes each rank's share of a global batch, from delivered times.
 
     Args:
         world_size: number of ranks.
-        min_share_samples: smallest part of a batch that a rank gets, if any.
-        speed_hints: relative speed per rank (0.4 is 40 % of the fastest one's),
-            used until a rank is measured; a mapping may leave ranks out (1.0).
-        max_samples: most samples that the device of each rank holds at once, None
-            where that is not known to be limited; ranks at the end may be left out.
-        accumulates: a rank runs a part above its cap in micro-batches, so that caps
-            make parts slower but limit none.
-        times: of the ranks, in seconds by samples, to go on with and to feed; None:
-            none is measured yet.
+        min_share_samples: least samples of a share that is not empty.
+        speed_hints: relative speed per rank (0.4 is 40 % of the fastest rank's), used
+            until a rank is measured; a mapping may omit ranks (1.0).
+        max_samples: most samples that each rank's device holds at once, None if
+            unknown or unlimited; ranks at the end may be omitted.
+        accumulates: ranks run a share above their cap in micro-batches, so that caps
+            make shares slower but do not limit them.
+        times: measured times of the ranks, read and updated; None starts anew.
 
     Raises:
         ConfigError: speed_hints does not fit the ranks.
@@ -106,7 +105,7 @@ class Balancer:
 
     @property
     def max_samples(self) -> tuple[int | None, ...]:
-        """Samples that each rank's device holds at once, as far as is known."""
+        """Most samples that each rank's device holds at once; None if unknown."""
         return tuple(self._caps)
 
     @property
@@ -116,11 +115,11 @@ class Balancer:
 
     @property
     def used_sizes(self) -> list[list[int]]:
-        """Sizes that each rank's part has had."""
+        """Sizes that each rank's share has had."""
         return self._sizes.used
 
     def reuse(self, sizes: Iterable[Iterable[int]]) -> None:
-        """Parts of each rank have had these sizes before, under other members."""
+        """Restores the used share sizes of each rank, after a membership change."""
         self._sizes = ShareSizes(sizes)
 
     @property
@@ -129,20 +128,19 @@ class Balancer:
         return any(model.is_measured for model in self._models)
 
     def report(self, samples: Sequence[int], busy_s: Sequence[float]) -> None:
-        """Takes in one measured step of all ranks.
+        """Records one measured step of all ranks.
 
-        A rank without samples or without a time keeps its model. Of a part that was
-        run in micro-batches one of these is taken in, so that the fixed cost stays
-        that of one.
+        A rank without samples or without a time keeps its model. A share that ran in
+        micro-batches is recorded as one micro-batch, which has one fixed cost.
 
         Args:
             samples: samples of each rank in the step.
-            busy_s: delivered seconds of each rank for them: waiting for data,
-                transfer and compute, without waiting for other ranks.
+            busy_s: delivered time (s) of each rank for them: waiting for data, transfer
+                and compute, without the wait for other ranks.
 
         Raises:
-            ConfigError: a time is negative or not finite, a number of samples
-                negative, or a length not ``world_size``; nothing has changed then.
+            ConfigError: a time is negative or not finite, a number of samples negative,
+                or a length not ``world_size``; nothing has changed then.
         """
         reports = check_reports("samples", samples, "busy_s", busy_s, self.world_size)
         self._reports += 1
@@ -156,27 +154,26 @@ class Balancer:
     def sizes(self, batch_samples: int) -> tuple[int, ...]:
         """Splits a global batch for the shortest predicted step.
 
-        The split of a batch size stays until another one is predicted to be
-        shorter by more than `REBALANCE_GAIN`, or gives more to a rank that is idle
-        for half of the step. It is made of few sizes (`ShareSizes`): of new ones only
-        where they are worth it. Before measurements it is equal, or as the hints say.
+        The split of a batch size is kept until another split is predicted to save more
+        than `REBALANCE_GAIN`, or to wake a rank that idles for half of the step. It
+        uses few sizes (`ShareSizes`), and new ones only if they pay.
+        Before measurements it is equal, or follows the hints.
 
         Returns:
-            One size per rank, together ``batch_samples``. Each is at least
-            ``min_share_samples``; where the batch is too small for that, the
-            fastest ranks get at least as much (the fastest one of all whatever
-            there is) and the others 0. None is above its rank's cap, unless the
-            ranks accumulate.
+            One size per rank, with sum ``batch_samples``. Each is at least
+            ``min_share_samples``. If the batch is too small for that, the fastest ranks
+            get at least as much (the fastest rank whatever there is) and the others 0.
+            No size is above its rank's cap, unless the ranks accumulate.
 
         Raises:
-            ConfigError: ``batch_samples`` is negative or no integer, or more than
-                the devices hold together.
+            ConfigError: ``batch_samples`` is negative or no integer, or more than all
+                devices hold together.
         """
         total = check_int("batch_samples", batch_samples, 0)
         if total == 0:
             return (0,) * self.world_size
         if total in self._decided and total in self._kept:
-            return self._kept[total]  # nothing has been measured since
+            return self._kept[total]  # no new measurement since
         self._decided.add(total)
         times = self._times()
         best = self._shortest(total, times)
@@ -195,20 +192,20 @@ class Balancer:
         return kept
 
     def trial(self, batch_samples: int, steps: int) -> tuple[int, ...] | None:
-        """Another split, to be run once, that shows what a larger share costs a rank.
+        """Returns a split to run once, which measures a larger share of one rank.
 
-        At a few samples a fixed cost looks like a slow rank, of which one more sample
-        seems to take longer than it is worth; only another size shows that it is not.
-        A rank that waits for the others is tried, each in its turn, with the most that
-        costs no more than this even if nothing of its time is fixed.
+        At a few samples a fixed cost looks like a slow rank, for which another sample
+        seems to take longer than it is worth. Only another size shows that it does not.
+        Ranks that wait for others are tried in turn. A trial's share is the largest
+        whose cost stays within the budget even if no part of the time is fixed.
 
         Args:
             batch_samples: samples of the global batch.
-            steps: that were run since the last trial.
+            steps: number of steps since the last trial.
 
         Returns:
-            One size per rank, together ``batch_samples``; None if there is nothing to
-            try, or if it may cost more than 2 % of the time of so many steps.
+            One size per rank, with sum ``batch_samples``; None if there is nothing to
+            try, or if it may cost more than 2 % of the time of ``steps`` steps.
         """
         if steps < TRIAL_STEPS or not self.is_calibrated or self._spared:
             return None
@@ -219,13 +216,13 @@ class Balancer:
         served = [rank for rank, part in enumerate(kept) if part]
         least = self._ends([min(part, minimum) for part in kept], times)
         if max(least) >= (1.0 - REBALANCE_GAIN) * longest:
-            return None  # somebody's least part takes as long: nothing is to be gained
+            return None  # a least share takes as long: there is nothing to gain
         most = batch_samples - minimum * (len(served) - 1)
         patient = 1.0 + TRIAL_COST * steps
         longer = min(patient, 1.0 + MOST_TRIAL)
         for rank in (*served[self._tried :], *served[: self._tried]):
             if not self._models[rank].is_measured:
-                continue  # it had no part so far: the one it has now shows enough
+                continue  # its first share is a measurement already
             part, room = kept[rank], longest / ends[rank]
             hoped = int(self._models[rank].most_samples(part, TRIAL_IDLE * room))
             hoped = min(hoped, self._room(self._caps[rank], most, minimum))
@@ -242,20 +239,20 @@ class Balancer:
         return None
 
     def spare(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks the least part from now on, if the others hold the rest."""
+        """Assigns these ranks the least share, if the others can hold the rest."""
         self._spared = frozenset(ranks)
         self._forget_kept()
 
     def leave_out(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks nothing from now on, and all others a part."""
+        """Assigns these ranks no share from now on, and all others one."""
         self._left_out = frozenset(ranks)
         self._kept = self._kept_without.setdefault(self._left_out, {})
         self._decided.clear()
 
     def step_s(self, batch_samples: int, left_out: Iterable[int]) -> float:
-        """Predicted seconds of a step in which these ranks have no part.
+        """Predicts the time (s) of a step without shares for these ranks.
 
-        Infinite where the devices of the others cannot hold the batch.
+        Infinite if the other devices cannot hold the batch.
         """
         times, before = self._times(), self._left_out
         self._left_out = frozenset(left_out)
@@ -268,13 +265,13 @@ class Balancer:
         return longest * min(self.costs_s())
 
     def least_s(self, batch_samples: int) -> list[float]:
-        """Predicted seconds of each rank's least part."""
+        """Predicts the time (s) of each rank's least share."""
         least = [self._minimum(batch_samples)] * self.world_size
         cheapest_s = min(self.costs_s())
         return [end * cheapest_s for end in self._ends(least, self._times())]
 
     def limit(self, rank: int, samples: int) -> None:
-        """A rank's device holds no more samples at once; a cap never rises again."""
+        """Lowers the cap of a rank's device; a cap never rises again."""
         known = self._caps[rank]
         if known is None or samples < known:
             self._caps[rank] = samples
@@ -282,7 +279,7 @@ class Balancer:
             self._forget_kept()
 
     def costs_s(self) -> list[float]:
-        """Seconds per sample of each rank, measured or from its hint."""
+        """Returns each rank's time (s) per sample, measured or from its hint."""
         return complete_costs([model.cost for model in self._models], self._speeds)
 
     def _forget_kept(self) -> None:
@@ -292,14 +289,14 @@ class Balancer:
         self._decided.clear()
 
     def _passes(self, rank: int, samples: int) -> int:
-        """In how many micro-batches a rank runs its part."""
+        """Returns the number of micro-batches in which a rank runs its share."""
         return passes_of(samples, self._caps[rank] if self._accumulates else None)
 
     def _times(self) -> _Times:
-        """Cost per sample relative to the cheapest, and fixed cost in samples.
+        """Returns relative costs per sample, and fixed costs in samples.
 
-        Without knees the split is the same: below its knee a rank that has a part
-        takes as long as at it, whoever has the rest.
+        Knees do not change the split: below its knee, a rank's time does not depend on
+        the size of its share.
         """
         costs = complete_costs([model.cost for model in self._models], self._speeds)
         cheapest = min(costs)
@@ -307,7 +304,7 @@ class Balancer:
         return relative, [model.fixed_samples for model in self._models]
 
     def _end_of(self, times: _Times) -> Callable[[int, int], float]:
-        """Time (s) at which a rank ends a part; 0.0 without one."""
+        """Returns a function for the time when a rank ends a share; 0.0 if empty."""
         costs, fixed = times
         knees = [model.knee_samples for model in self._models]
 
@@ -319,11 +316,11 @@ class Balancer:
         return end
 
     def _ends(self, parts: Sequence[int], times: _Times) -> list[float]:
-        """Time (s) at which each rank ends its part."""
+        """Returns the time at which each rank ends its share."""
         return [*map(self._end_of(times), range(self.world_size), parts)]
 
     def _gain(self, split: Sequence[int], kept: Sequence[int], times: _Times) -> float:
-        """Part of a step that a split saves; more if it wakes a rank that idles."""
+        """Returns the fraction of a step that a split saves, or more to wake a rank."""
         ends, kept_ends = self._ends(split, times), self._ends(kept, times)
         longest = max(kept_ends)
         gain = 1.0 - max(ends) / longest
@@ -336,7 +333,7 @@ class Balancer:
     def _of_few_sizes(
         self, best: tuple[int, ...], times: _Times, steps: int
     ) -> tuple[int, ...]:
-        """The best split, or one of used sizes until it is worth its new ones."""
+        """Returns the best split, or one of used sizes until new sizes pay."""
         known, fresh = self._choices(best, times)
         if known is None:
             return fresh
@@ -350,7 +347,7 @@ class Balancer:
     def _choices(
         self, best: tuple[int, ...], times: _Times, tried: int | None = None
     ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-        """Splits of used and of new sizes; ``tried`` is a rank with a given part."""
+        """Returns splits of used and of new sizes; ``tried`` keeps its given share."""
         total = sum(best)
         minimum = self._minimum(total)
         ranges = [
@@ -362,7 +359,7 @@ class Balancer:
         return self._sizes.choices(best, ranges, self._end_of(times))
 
     def _shortest(self, total: int, times: _Times) -> tuple[int, ...]:
-        """The split that is predicted to be done first."""
+        """Returns the split with the shortest predicted step."""
         minimum = self._minimum(total)
         chosen = self._serving(total, minimum, times)
         spared = {rank: minimum for rank in chosen if rank in self._spared}
@@ -375,7 +372,7 @@ class Balancer:
     def _divide(
         self, total: int, ranks: Sequence[int], times: _Times, given: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """Divides what the given parts leave among the others of these ranks."""
+        """Divides the samples without a given share among the other ranks."""
         split = [given.get(rank, 0) for rank in range(self.world_size)]
         chosen = [rank for rank in ranks if rank not in given]
         costs, fixed = ([values[rank] for rank in chosen] for values in times)
@@ -389,11 +386,11 @@ class Balancer:
         return tuple(split)
 
     def _minimum(self, total: int) -> int:
-        """The least part of a rank that has any."""
+        """Returns the least samples of a share that is not empty."""
         return min(self._min_share, total)
 
     def _room(self, cap: int | None, total: int, minimum: int) -> int:
-        """The largest part that a rank can have; 0 where the least one does not fit."""
+        """Returns a rank's largest possible share; 0 if the least does not fit."""
         if cap is None:
             return total
         if cap < minimum:
@@ -401,10 +398,10 @@ class Balancer:
         return total if self._accumulates else min(cap, total)
 
     def _serving(self, total: int, minimum: int, times: _Times) -> list[int]:
-        """The ranks that get a part: as many as can have the least one.
+        """Returns the ranks that get a share: as many as can have the least one.
 
-        Where they are fewer than all, the fastest that are not spared, or if these
-        cannot hold the batch those that hold most.
+        If not all can, it picks the fastest ranks that are not spared. If these cannot
+        hold the batch, it picks the ranks that hold most.
         """
         most = max(1, total // minimum)
         cost, fixed_samples = times

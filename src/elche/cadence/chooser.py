@@ -14,22 +14,22 @@ from elche.cadence.goodput import Fleet, MeasuredCluster, Prediction
 MARGIN = 0.025
 """Least relative difference of goodput that counts as clearly better."""
 SAMPLE_COST_SAFETY = 1.5
-"""Safety factor on the sample cost of windows: about what the intervals of the table
-allow at two and four ranks. Steps of ``sync``, and of one device, cost none."""
+"""Safety factor on the sample cost of windows, from the table's confidence intervals at
+two and four ranks. Steps of ``sync``, and of one device, have no sample cost."""
 PATIENCE = 2
-"""Choices in a row that a change inside an epoch takes."""
+"""Consecutive choices that must agree before a change inside an epoch."""
 SWITCH_GAIN = 0.1
-"""Gain for which a choice is left that is faster than the fastest device alone."""
+"""Least gain to replace a choice that is faster than the fastest device alone."""
 BELOW_ONE_GAIN = 0.02
-"""Gain for which a run leaves a choice that is slower than the fastest device, if it
-can come back."""
+"""Least gain to replace a choice slower than the fastest device, if the run can return
+to it."""
 OTHER_DEVICE_GAIN = 0.25
-"""The same for another device alone: what a whole batch takes it was extrapolated."""
+"""Least gain to switch to another device alone, whose time is extrapolated."""
 ROUNDING = 1e-9
 NAMED_RANKS = 4
 """Most excluded ranks that a reason names; beyond, it gives their number."""
 MAX_SIZES = 32
-"""Up to so many ranks each number of the fastest is tried, beyond only jumps."""
+"""Most ranks for which every number of fastest ranks is tried; beyond, only some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class Choice:
 
     Attributes:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
-        anchor: batches of the slowest rank in a window, to start from.
-        left_out: ranks that cost more than they bring, ascending.
-        prediction: of this choice.
-        alternatives: of the other policies on the ranks that they suit best.
-        reason: what was picked and why, in a sentence.
+        anchor: initial number of batches of the slowest rank in a window.
+        left_out: ranks that cost more time than they save, ascending.
+        prediction: prediction of this choice.
+        alternatives: predictions of the other policies, each on its best ranks.
+        reason: a sentence with the choice and its reason.
     """
 
     policy: str
@@ -59,11 +59,11 @@ class Choice:
 
     @property
     def carried_out_by(self) -> str:
-        """The policy that carries it out: alone, no rank waits for a reduction."""
+        """Policy that executes it: a rank alone uses ``async``, without waits."""
         return "async" if self.is_alone else self.policy
 
     def is_carried_out_as(self, other: Choice) -> bool:
-        """True if nothing changes between them but perhaps the anchor."""
+        """True if both choices execute alike, except perhaps for the anchor."""
         return (self.carried_out_by, self.left_out) == (
             other.carried_out_by,
             other.left_out,
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A policy on the given ranks, from the fastest to the slowest."""
+    """A policy on given ranks, from the fastest to the slowest."""
 
     prediction: Prediction
     ranks: tuple[int, ...]
@@ -101,20 +101,20 @@ class _Option:
 
 @final
 class Chooser:
-    """Picks the policy and the ranks with the highest predicted goodput, and stays.
+    """Picks and keeps the policy and the ranks with the highest predicted goodput.
 
-    ``sync`` leaves the user's optimisation as it is, so it is picked unless another
-    policy is clearly better. As many ranks take part as come within the same margin of
-    the best number of them, the slowest left out first, and never so many that the
+    ``sync`` does not change the user's optimisation, so it is picked unless another
+    policy is clearly better. It keeps as many ranks as reach the best number's goodput
+    within that margin, and excludes the slowest first. It never takes so many that the
     fastest device alone would be faster.
 
-    A choice then stays until another one is better by a tenth: jitter of the measured
-    times undoes none. A choice that is slower than the fastest device alone is left for
-    a gain of 2 %; ``sync`` for that device alone, from where there is no way back to
-    ``sync`` within the epoch, for the margin.
+    A choice is kept until another one is better by a tenth, so that jitter of measured
+    times does not change it. A choice slower than the fastest device alone is replaced
+    for a gain of 2 %. ``sync`` is replaced by that device alone for the margin, since
+    there is no way back to ``sync`` within the epoch.
 
     Args:
-        leaves_out: leave out ranks that cost more than they bring.
+        leaves_out: exclude ranks that cost more time than they save.
     """
 
     __slots__ = ("_current", "_leaves_out", "_members", "_policies", "_rival", "_seen")
@@ -128,7 +128,7 @@ class Chooser:
         self._seen = 0
 
     def fix_update(self, update: str) -> None:
-        """From the first commit on, only policies that average the same are left.
+        """Restricts later choices to policies that average ``update``.
 
         Args:
             update: ``"gradients"`` or ``"parameters"``.
@@ -136,16 +136,16 @@ class Chooser:
         self._policies = tuple(p for p in UPDATES if UPDATES[p] == update)
 
     def choose(self, cluster: MeasuredCluster, patience: int = 1) -> Choice:
-        """Predicts goodput, and answers what to run.
+        """Predicts goodput, and returns the choice.
 
         Args:
-            cluster: the ranks of the run, also those that are left out now. With
-                other ranks than before the choice is made anew.
-            patience: choices in a row that must agree on a change.
+            cluster: the ranks of the run, including excluded ones. With other ranks
+                than before, the choice is made anew.
+            patience: number of consecutive choices that must agree on a change.
 
         Returns:
-            The choice; its anchor follows the measurements, its policy and ranks change
-            only as the class says.
+            The choice. Its anchor follows the measurements; its policy and ranks change
+            only as the class describes.
         """
         if tuple(cluster.ranks) != self._members:
             self._members, self._current, self._seen = tuple(cluster.ranks), None, 0
@@ -181,7 +181,7 @@ class Chooser:
         )
 
     def _sized(self, fleet: Fleet, policy: str) -> _Option:
-        """The policy on as many ranks as come close to the best number of them."""
+        """Returns the policy on the most ranks within the margin of the best number."""
         sizes = _sizes(fleet) if self._leaves_out else [len(fleet.ranks)]
         best = 0.0
         for size in sizes:
@@ -193,7 +193,7 @@ class Chooser:
         return _Option(fleet.predict(policy, size), fleet.ranks[:size])
 
     def _preferred(self, options: Sequence[_Option], doubt: float) -> _Option:
-        """The best one, or ``sync`` where nothing is clearly better."""
+        """Returns the best option, or ``sync`` unless another is clearly better."""
         best = max(options, key=lambda option: option.goodput)
         for option in options:
             if option.policy == "sync" and not _is_clear(best, option, doubt):
@@ -201,7 +201,7 @@ class Chooser:
         return best
 
     def _beats(self, option: _Option, present: _Option) -> bool:
-        """True if to leave the present choice for this option."""
+        """True if the option should replace the present choice."""
         if option.is_as(present):
             return False
         gain = SWITCH_GAIN
@@ -215,7 +215,7 @@ class Chooser:
     def _present(
         self, cluster: MeasuredCluster, options: Sequence[_Option]
     ) -> _Option | None:
-        """The current choice as it is now; None if there is none that may stay."""
+        """Returns the current choice, predicted anew; None if it cannot be kept."""
         current = self._current
         if current is None or current.policy not in self._policies:
             return None
@@ -258,16 +258,16 @@ class Chooser:
 
 
 def best_together(fleet: Fleet) -> float:
-    """The highest goodput of several ranks, under any policy."""
+    """Returns the highest goodput of several ranks under any policy."""
     sizes = [size for size in _sizes(fleet) if size > 1]
     return max(fleet.predict(p, size).goodput for p in UPDATES for size in sizes)
 
 
 def _sizes(fleet: Fleet) -> list[int]:
-    """Numbers of the fastest ranks to try, from all of them down to one.
+    """Returns numbers of fastest ranks to try, from all of them down to one.
 
     A large fleet is sampled: each size's slowest rank is at least sqrt(2) times as fast
-    as the last one's. That gives at most 2 log2(fastest / slowest) sizes.
+    as the previous size's. That gives at most 2 log2(fastest / slowest) sizes.
     """
     everybody = len(fleet.ranks)
     if everybody <= MAX_SIZES:
@@ -284,9 +284,9 @@ def _sizes(fleet: Fleet) -> list[int]:
 
 
 def _is_clear(option: _Option, other: _Option, doubt: float) -> bool:
-    """True if one is better by the margin, and than steps even at worst.
+    """True if ``option`` is better by the margin, and than ``sync`` even at worst.
 
-    Than one device by more than what its measured times may be wrong by.
+    Against a single device, the margin is at least the doubt of its measured times.
     """
     if other.policy == "sync" and option.goodput_at_worst < other.goodput:
         return False
@@ -297,7 +297,7 @@ def _is_clear(option: _Option, other: _Option, doubt: float) -> bool:
 def _left_out(
     cluster: MeasuredCluster, fleet: Fleet, chosen: _Option
 ) -> tuple[int, ...]:
-    """Numbers of the ranks that an option leaves out, ascending."""
+    """Returns the ranks that an option excludes, ascending."""
     places = set(fleet.ranks).difference(chosen.ranks)
     return tuple(sorted(cluster.ranks[place] for place in places))
 

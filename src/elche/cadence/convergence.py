@@ -1,11 +1,11 @@
 """Sample cost of windows, by world size, window, lag, run length and optimizer.
 
-The figures are those of `docs/convergence.md`: a character model of 64 k parameters,
-virtual ranks whose local steps take a part of the one device's batch, equal weights of
-deltas with a Nesterov outer step, one to three seeds. They rank policies and promise
-nothing about a given model. At equal global batch windows cost about the same part of
-runs of 500, 2000 and 8000 batches. Steps of `sync` are those of one device and cost
-nothing.
+The figures are from `docs/convergence.md`: a character model of 64 k parameters on
+virtual ranks, each with a fraction of one device's batch as its local batch. Deltas
+have equal weights and a Nesterov outer step; one to three seeds. They rank policies and
+promise nothing about a given model. At equal global batch, windows cost about the same
+fraction of runs of 500, 2000 and 8000 batches. Steps of `sync` are those of one device
+and cost nothing.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 UPDATES = {"sync": "gradients", "cadence": "parameters", "async": "parameters"}
-"""The policies, first the one preferred among equals, and what each averages."""
+"""Policies in order of preference, with the tensors that each averages."""
 REFERENCE_BATCHES = 2000.0
-"""Batches of one device in a run that the table is of."""
+"""Batches of one device in the runs of the table."""
 LEAST_BATCHES = 500.0
-"""The shortest run measured; a shorter one is taken to lose as many batches."""
+"""Batches of the shortest measured run; shorter runs are assumed to lose as many."""
 FREE_LAG = 1.0 / 3.0
-"""Up to this part of a window a late average costs nothing beyond the table."""
+"""Fraction of a window up to which a late average has no extra cost."""
 
-# Rows are 2, 4 and 8 ranks, columns local batches per rank and window. AdamW, the
-# optimizer's state local, blocking; a lag within a third of the window cost nothing.
-# Measured in runs of 2000 batches; at four and eight ranks the first column lies
-# between those (0.95 and 0.87) and runs of 8000 (0.92 and 0.74, not tuned). Beyond the
-# last column its slope goes on: in a former study it fell faster there.
+# Rows: 2, 4 and 8 ranks; columns: local batches per rank and window. AdamW, with local
+# optimizer state, blocking. A lag within a third of the window cost nothing. Measured
+# in runs of 2000 batches. At four and eight ranks the first column lies between those
+# (0.95 and 0.87) and runs of 8000 (0.92 and 0.74, not tuned). The last slope continues
+# beyond the last column; in an earlier study it fell faster there.
 _WINDOW_KNOTS = (2.5, 12.5, 50.0)
 _RANK_KNOTS = (2, 4, 8)
 _EFFICIENCY = ((0.98, 0.96, 0.88), (0.94, 0.91, 0.76), (0.82, 0.76, 0.46))
-# What remains of that where an average comes a whole window late. Measured: 0.97 and
-# 0.85 in the first two columns of four ranks. The second, of two seeds, lies between
-# that and a former study's 0.74; other rows and longer windows follow the former ones
-# (0.95; 0.88 and 0.63) likewise.
+# Remaining factor if an average comes a whole window late. Measured: 0.97 and 0.85 in
+# the first two columns of four ranks. The second (two seeds) lies between that and an
+# earlier study's 0.74; other rows and longer windows follow the earlier study (0.95;
+# 0.88 and 0.63) in the same way.
 _WHOLE_LAG_EFFICIENCY = ((0.97, 0.95, 0.95), (0.97, 0.80, 0.80), (0.92, 0.70, 0.70))
 _OPTIMIZER_PRICES = {"adam": 1.0, "sgd": 0.3, "muon": 1.0}
-"""Kinds of optimizers, and what windows cost with each, as a part of AdamW's price.
+"""Sample cost of windows by kind of optimizer, relative to AdamW's.
 
 Muon: 0.93 and 0.83 at four and eight ranks (one seed). SGD lost nothing at either, but
-its runs scatter by as much as a third of AdamW's price.
+its runs scatter by up to a third of AdamW's cost.
 """
 
 _LARGER_BATCH_KNOTS = (2, 4, 8)
 _LARGER_BATCH_PRICES = (0.0, 250.0, 1060.0)
-"""Batches of one device that a global batch of so many of its costs: the same in runs
-of 1000, 2000 and 8000 (former study; above eight its last slope)."""
+"""Cost, in batches of one device, of a global batch larger by these factors: equal in
+runs of 1000, 2000 and 8000 (earlier study; the last slope continues above eight)."""
 _LARGER_BATCH_POWER = 0.6
-"""With what power of that windows cost more: within 0.1 of the former study's runs of
-1000 and 2000 batches; too dear in longer ones."""
+"""Exponent of that factor in the cost of windows: within 0.1 of the earlier study's
+runs of 1000 and 2000 batches; too high in longer runs."""
 
 _LOG2_LARGER_BATCH = [math.log2(knot) for knot in _LARGER_BATCH_KNOTS]
 _LOG2_RANKS = [math.log2(knot) for knot in _RANK_KNOTS]
@@ -61,11 +61,11 @@ _LOGARITHMS = {
 
 
 def optimizer_kind(names: Iterable[str]) -> str:
-    """Kind of the optimizers that step a model, by the names of their classes.
+    """Returns the kind of a model's optimizers, by the names of their classes.
 
     Args:
-        names: of the classes. Muon beside another one counts as Muon; what is neither
-            that nor SGD alone as Adam, the dearest.
+        names: class names. Muon beside another optimizer counts as Muon; anything
+            else but SGD alone counts as Adam, which costs most.
     """
     known = set(names)
     if any("muon" in name.lower() for name in known):
@@ -83,31 +83,31 @@ def sample_efficiency(
     global_batch: float = 1.0,
     optimizer: str = "adam",
 ) -> float:
-    """Samples that one device needs over those that a policy needs, to one loss.
+    """Returns the samples to a given loss on one device, over those of the policy.
 
-    A table, linear between its knots in the logarithms of world size, window and
-    efficiency, and going on with its last slope beyond them. Windows shorter than the
-    first knot count as that. A lag costs ``async`` nothing more up to a third of the
-    window, and most when it is the whole window.
+    The table is interpolated linearly in the logarithms of world size, window and
+    efficiency; the last slope continues beyond it. Windows shorter than the first knot
+    count as that knot. A lag of ``async`` has no extra cost up to a third of the
+    window, and the highest cost at the whole window.
 
-    The table is of ten windows or more in a run. In one, each rank trains on its part
-    of the samples to the end, and they learn one part: less than the fastest device
-    alone would. In a run of n windows at most the n-th root of a part counts, which is
-    more than any cell of the table.
+    The table holds for runs of ten windows or more. In a run of one window, each rank
+    trains its part of the samples alone: less than the fastest device alone would
+    learn. In a run of n windows, at most the n-th root of a part counts, which is more
+    than any cell of the table.
 
     Args:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
         world_size: number of ranks, at least 1; one rank loses nothing.
         window_batches: local batches of all ranks between two synchronisations.
         lag_batches: local batches of the fastest rank from a window's end to the
-            arrival of its average; counts for ``async`` only.
-        run_batches: of the one device, in the whole run.
-        global_batch: batches of the one device that a local batch of each rank adds up
-            to: above 1 where local batches are larger than the part that is their due.
-        optimizer: a kind, see :func:`optimizer_kind`.
+            arrival of its average; used for ``async`` only.
+        run_batches: batches of one device in the whole run.
+        global_batch: sum of all local batches in batches of one device; above 1 if
+            local batches are larger than a rank's fraction of that batch.
+        optimizer: kind of optimizer, see :func:`optimizer_kind`.
 
     Returns:
-        Above 0, at most 1.
+        The efficiency: above 0, at most 1.
     """
     if policy == "sync" or world_size == 1:
         return 1.0
@@ -125,7 +125,7 @@ def sample_efficiency(
 def table_efficiency(
     policy: str, world_size: int, window_batches: float, lag_batches: float
 ) -> float:
-    """:func:`sample_efficiency` in a run as long as the table's, with AdamW."""
+    """Returns :func:`sample_efficiency` for the table's run length and AdamW."""
     if world_size == 1:
         return 1.0
     per_rank = window_batches / world_size
@@ -140,14 +140,14 @@ def table_efficiency(
 
 @lru_cache(maxsize=256)
 def _row(table: str, world_size: int) -> tuple[float, ...]:
-    """Logarithms of a table's columns for so many ranks: looked up for many windows."""
+    """Returns a table's logarithms for this number of ranks; cached for reuse."""
     place = math.log2(world_size)
     columns = zip(*_LOGARITHMS[table], strict=True)
     return tuple(_interpolated(place, _LOG2_RANKS, column) for column in columns)
 
 
 def _interpolated(x: float, knots: Sequence[float], values: Sequence[float]) -> float:
-    """Linear: flat before the first knot, its last slope after all."""
+    """Interpolates linearly; flat before the first knot, last slope beyond the end."""
     if x <= knots[0]:
         return values[0]
     place = next((i for i, k in enumerate(knots) if x <= k), len(knots) - 1)

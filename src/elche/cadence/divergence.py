@@ -1,9 +1,9 @@
 """Guard against diverging ranks, evaluated at every synchronisation.
 
-Between two synchronisations each rank trains on its own. How far rank ``r`` went from
-the others is its *divergence* ``||θ_r − θ̄|| / ||θ̄||``, ``θ̄`` being the mean that they
-agree on. The guard sees it before El Che may lengthen the windows, and shortens them
-when the ranks come apart.
+Between two synchronisations each rank trains alone. The distance of rank ``r`` from the
+others is its *divergence* ``||θ_r − θ̄|| / ||θ̄||``, where ``θ̄`` is their agreed mean.
+The guard checks it before El Che may lengthen the windows, and shortens the windows
+when the ranks diverge.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from statistics import median_low
 from typing import final
 
 RECENT_WINDOWS = 3
-"""Windows whose median shows a fast rise."""
+"""Windows in the median that detects a fast rise."""
 MEMORY_WINDOWS = 9
-"""Windows whose median shows a slow one."""
+"""Windows in the median that detects a slow rise."""
 RISE = 2.0
-"""Factor over the usual divergence that is too much; a fall by it is recovery. Above
-1.86 noise of ±30 % never looks like a rise.
+"""Factor over the usual divergence that is too much; a fall by it is recovery. Noise of
+±30 % never exceeds a factor of 1.86.
 """
 CEILING = 1.0
-"""Too much whatever was usual: as far from the consensus as that is from zero."""
+"""Divergence that is always too much: the distance equals the consensus' own norm."""
 NUDGE_FACTOR = 0.5
-"""Factor of a nudge on the anchor."""
+"""Factor on the anchor when the windows are shortened."""
 SETTLE_WINDOWS = 3
-"""First windows, in which only non-finite contributions shorten anything."""
+"""First windows, in which only non-finite contributions shorten windows."""
 HOLD_WINDOWS = 8
-"""Windows without growth after the first nudge; each further one doubles it."""
+"""Windows without growth after the first nudge; each further nudge doubles it."""
 MAX_HOLD_WINDOWS = 64
-"""Longest time without growth after a nudge, in windows."""
+"""Most windows without growth after a nudge."""
 NEGLIGIBLE = 1e-4
-"""Divergences below this count as this."""
+"""Lower bound of divergences; smaller ones count as this."""
 NAMED_RANKS = 4
 """Most ranks that a reason names; beyond, it gives their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Verdict of the guard after a synchronisation.
+    """Decision of the guard after a synchronisation.
 
     Attributes:
-        hold: the anchor may not grow now.
-        nudge: what to multiply the anchor with, above 0 and below 1
+        hold: whether the anchor must not grow now.
+        nudge: factor to multiply the anchor by, above 0 and below 1
             (``ElChe.nudge_anchor_down``); None leaves it.
-        reason: what was seen, in words.
+        reason: description of the observation.
     """
 
     hold: bool
@@ -63,7 +63,7 @@ class _Window:
     middle: float
 
     def predicts(self, batches: int, middle: float) -> float:
-        """Most that a healthy run shows in a later window, judging by this one.
+        """Returns the most divergence of a healthy later window, based on this one.
 
         In a healthy run divergence grows with the window's batches no faster than
         linearly (as the square root where steps are mostly noise), and with a
@@ -75,25 +75,24 @@ class _Window:
 
 @final
 class DivergenceGuard:
-    """Shortens the windows when divergence rises well above what is usual.
+    """Shortens the windows when divergence rises well above its usual level.
 
-    The level of a window is the divergence of the furthest rank. What is usual is the
-    median of what the last three ordinary windows predict for this one, or the last
-    nine if that is less; each allows for a longer window and for a learning rate that
-    warms up.
+    A window's level is the divergence of the furthest rank. The usual level is the
+    median that the last three ordinary windows predict for this one, or the last nine
+    if that is less. Predictions allow for a longer window and a learning-rate warmup.
 
     A window is *suspect* from the square root of `RISE` times the usual level, above
-    the ceiling, or when a contribution was not finite; the anchor may not grow then.
-    It is *too far* from `RISE` times the usual level (or ceiling, or not finite). A
-    suspect window followed by one too far shortens the windows, unless divergence falls
-    by `RISE` again. So one spike moves nothing, and a jump or an exponential growth
-    is answered at its second window. Then the new level becomes the usual one: a
-    plateau (a higher learning rate, say) is answered once, what grows on every second
-    window.
+    the ceiling, or if a contribution was not finite. The anchor must not grow then.
+    A window is *too far* from `RISE` times the usual level (or ceiling, or not finite).
+    A suspect window followed by one too far shortens the windows, unless divergence
+    falls by `RISE` again. So a single spike has no effect, and a jump or exponential
+    growth is answered at its second window. The new level then becomes the usual one:
+    a plateau (such as a higher learning rate) is answered once, continued growth at
+    every second window.
 
-    Where this deviates from the reference algorithm (flodl 0.5.3, three rises in a row
-    above 0.05): it is relative to the run's own level instead of a constant; three
-    rises happen in noise, a doubling does not; it comes before the anchor grows; and a
+    Differences from the reference algorithm (flodl 0.5.3, three rises in a row above
+    0.05): it is relative to the run's own level instead of a constant. Three rises
+    happen in noise, a doubling does not. It runs before the anchor grows. A
     contribution that is not finite counts as the furthest of all, not as 0.
     """
 
@@ -117,18 +116,19 @@ class DivergenceGuard:
         self._nudges = 0
 
     def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
-        """Takes in one synchronisation, before El Che takes in its timings.
+        """Evaluates a synchronisation, before El Che receives its timings.
 
-        A window without batches, of which nothing can be said, changes nothing.
+        A window without batches gives no information and changes nothing.
 
         Args:
-            divergences: of every rank, in order; not negative. NaN or infinity says
-                that the rank's contribution was not finite and was left out.
-            window_batches: batches of the window, of all ranks together or of the
-                slowest, every time the same. Divergence grows with them.
+            divergences: divergence of every rank, in order; not negative. NaN or
+                infinity means that the rank's contribution was not finite and was
+                excluded.
+            window_batches: batches of the window, consistently either of all ranks or
+                of the slowest. Divergence grows with them.
 
         Returns:
-            What becomes of the anchor.
+            The decision about the anchor.
         """
         broken = tuple(r for r, d in enumerate(divergences) if not math.isfinite(d))
         levels = [(d, -r) for r, d in enumerate(divergences) if r not in broken]
@@ -172,14 +172,14 @@ class DivergenceGuard:
         return Verdict(hold=suspect or held, nudge=None, reason=reason)
 
     def _usual_level(self, window: _Window) -> float:
-        """Most that would be ordinary in this window; 0.0 when nothing is known."""
+        """Returns the most divergence ordinary for this window; 0.0 if unknown."""
         if not self._usual:
             return 0.0
         levels = [w.predicts(window.batches, window.middle) for w in self._usual]
         return min(median_low(levels), median_low(levels[-RECENT_WINDOWS:]))
 
     def _next_hold(self, nudges: bool) -> int:
-        """Windows without growth from here on; counts the nudge."""
+        """Returns the number of next windows without growth; counts the nudge."""
         if not nudges:
             return max(0, self._hold_left - 1)
         doubled = HOLD_WINDOWS << min(self._nudges, MAX_HOLD_WINDOWS.bit_length())

@@ -1,7 +1,7 @@
 """El Che: the slowest rank sets the cadence, the others fill the same time.
 
-The algorithm is that of flodl 0.4.0 (``el_che``): timings of a window in, batch
-counts of the next one out. ``ElChe`` says where it deviates, and why.
+The algorithm is that of flodl 0.4.0 (``el_che``): it takes a window's timings and
+returns the next window's batch counts. ``ElChe`` lists the differences and reasons.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class ElCheConfig:
     """Settings of El Che, checked when made.
 
     Attributes:
-        world_size: number of ranks; 1 is legal and trivial.
-        anchor: batches that the slowest rank runs in the first window; brought
-            into ``min_anchor`` to ``max_anchor``.
-        min_anchor: the auto-tune goes no lower; None means the first anchor.
-        max_anchor: upper limit of the anchor (staleness); 0 switches El Che off,
-            every count is then 1. ``anchor=n, max_anchor=n`` fixes the anchor.
+        world_size: number of ranks; 1 is allowed and trivial.
+        anchor: batches that the slowest rank runs in the first window; clamped to
+            ``min_anchor`` to ``max_anchor``.
+        min_anchor: lower limit of the auto-tune; None is the first anchor.
+        max_anchor: upper limit of the anchor (staleness); 0 switches El Che off, and
+            every count is 1. ``anchor=n, max_anchor=n`` fixes the anchor.
         overhead_target: largest wanted time of a synchronisation as a fraction of
-            the window's; brought into 0.01 to 0.50. The default is 0.03: with the
+            the window's; clamped to 0.01 to 0.50. The default is 0.03: with the
             reference's 0.10 a blocking run settles at 0.91 to 0.95 efficiency.
-        max_batch_diff: how many batches a rank may lead the slowest one by, and
-            the most that a count may move per report once calibrated; None sets
-            no limit.
-        speed_hints: relative speed per rank (0.4 is 40 % of the fastest one's),
-            used until a rank is measured; a mapping may leave ranks out (1.0).
-            Kept as a tuple of one speed per rank.
+        max_batch_diff: most batches by which a rank may lead the slowest rank, and
+            by which a count may change per report once calibrated; None sets no
+            limit.
+        speed_hints: relative speed per rank (0.4 is 40 % of the fastest rank's), used
+            until a rank is measured; a mapping may omit ranks (1.0). Stored as a
+            tuple of one speed per rank.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of its range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     world_size: int
@@ -89,39 +89,37 @@ class ElCheConfig:
 
 @final
 class ElChe:
-    """Batch counts per rank and window, from delivered times.
+    """Computes batch counts per rank and window, from delivered times.
 
-    The slowest rank, the *reference*, runs ``anchor`` batches per window, every
-    other rank as many as fit into the same time. The anchor grows in proportion
-    when synchronising takes more than ``overhead_target`` of a window, and falls
-    by one per report when it takes less than half of that.
+    The slowest rank, the *reference*, runs ``anchor`` batches per window, and every
+    other rank as many as fit into the same time. The anchor grows in proportion when
+    synchronising takes more than ``overhead_target`` of a window. It falls, half the
+    way per report, when synchronising takes less than half of that.
 
-    Where this deviates from the reference algorithm:
+    Differences from the reference algorithm:
 
-    * The overhead is the median time of the last three synchronisations (the
-      smaller of the first two, nothing after the first) over the window that is
-      planned, so a spike moves nothing and a short last window says nothing; and
-      the anchor at most doubles per report. A lasting rise by the factor f is
-      answered in full after 1 + ceil(log2 f) reports.
-    * It falls half the way per report, by one only while room is made (below). By one,
-      it came back from two stalls in a row after ten windows, each longer than needed;
-      the whole way, a spike cost more than it may.
-    * The reference rank keeps its place until another one is 10 % slower.
-    * The dead zone is on the ratio of measured times, not on the count, which at
-      a small anchor would drown in rounding. It is 10 % for a fresh ratio and
-      shrinks with the square root of the reports that held it to 3 %: a lasting
-      small error is corrected as well.
-    * All counts come from one anchor; a limit on their movement
+    * The overhead is the median time of the last three synchronisations over the
+      planned window (the smaller of the first two, nothing after the first). So a
+      spike or a short last window has no effect. The anchor at most doubles per
+      report; a lasting rise by a factor f is answered after 1 + ceil(log2 f) reports.
+    * It falls half the way per report, and by one only while room is made (below). By
+      one, it took ten windows to recover from two stalls in a row; by the whole way,
+      a spike cost more than the target.
+    * The reference rank is kept until another rank is 10 % slower.
+    * The dead zone is on the ratio of measured times, not on the count, where
+      rounding would dominate at a small anchor. It is 10 % for a fresh ratio and
+      shrinks with the square root of its reports to 3 %, so that a lasting small
+      error is corrected as well.
+    * All counts derive from one anchor; a limit on their change
       (``max_batch_diff``) slows all ranks by the same factor, never one alone.
     * Ranks without a measurement count like the reference, or by their hint.
-    * ``make_room`` gives the anchor a lower bound in time: overlapped windows are not
-      to be shorter than a reduction, which costs nobody anything else.
+    * ``make_room`` sets a lower bound of the anchor in time: overlapped windows
+      should not be shorter than a reduction, which has no other cost.
 
     Args:
         config: the settings.
-        times: of the ranks, in seconds by samples, to go on with and to feed; None:
-            none is measured yet.
-        batch_samples: of a batch in these windows; 1 where batches are the unit.
+        times: measured times of the ranks, read and updated; None starts anew.
+        batch_samples: samples of a batch in these windows; 1 if batches are the unit.
     """
 
     __slots__ = (
@@ -164,17 +162,17 @@ class ElChe:
 
     @property
     def anchor(self) -> int:
-        """Batches that the slowest rank runs per window."""
+        """Number of batches that the slowest rank runs per window."""
         return self._anchor.value
 
     @property
     def max_anchor(self) -> int:
-        """Upper limit of the anchor; 0 when El Che is off."""
+        """Upper limit of the anchor; 0 if El Che is off."""
         return self._anchor.maximum
 
     @property
     def min_anchor(self) -> int:
-        """The auto-tune takes the anchor no lower; a nudge may."""
+        """Lower limit of the auto-tune; a nudge may go below it."""
         return self._anchor.minimum
 
     @property
@@ -184,14 +182,14 @@ class ElChe:
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """Batches of each rank in the coming window, each at least 1."""
+        """Number of batches of each rank in the next window, each at least 1."""
         if not self.enabled:
             return (1,) * self.world_size
         return tuple(max(1, math.floor(count + 0.5)) for count in self._counts)
 
     @property
     def total_batches(self) -> int:
-        """Batches of all ranks together in the coming window."""
+        """Number of batches of all ranks together in the next window."""
         return sum(self.batch_counts)
 
     @property
@@ -201,20 +199,20 @@ class ElChe:
 
     @property
     def has_speed_hint(self) -> bool:
-        """True if the user's hints make the ranks differ before measurement."""
+        """True if the user's hints give the ranks different speeds."""
         return len(set(self._speeds)) > 1
 
     @property
     def ms_per_batch(self) -> tuple[float, ...]:
-        """Smoothed delivered milliseconds per batch; 0.0 where not measured."""
+        """Smoothed delivered time per batch (ms); 0.0 if not measured."""
         return tuple(1e3 * cost.of(self._samples) for cost in self._costs)
 
     def _batch_ms(self) -> list[float]:
-        """Milliseconds per batch of every rank, measured or not."""
+        """Returns the time per batch (ms) of every rank, measured or not."""
         return complete_costs(self.ms_per_batch, self._speeds)
 
     def set_batch_samples(self, samples: int) -> None:
-        """Batches have so many samples from now on."""
+        """Sets the number of samples per batch."""
         before, self._samples = self._samples, samples
         if self.is_calibrated and samples != before:
             self._ratios.follow(self._batch_ms())
@@ -222,16 +220,16 @@ class ElChe:
 
     @property
     def anchor_wall_ms(self) -> float:
-        """Milliseconds that the coming window should last; 0.0 if uncalibrated."""
+        """Planned duration of the next window (ms); 0.0 if uncalibrated."""
         if not self.is_calibrated:
             return 0.0
         return self.anchor * self._batch_ms()[self._ratios.reference]
 
     def batches(self, rank: int) -> int:
-        """Batches of one rank in the coming window.
+        """Returns a rank's number of batches in the next window.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: the rank does not exist.
         """
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {rank}")
@@ -240,21 +238,21 @@ class ElChe:
     def report_timing(
         self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float
     ) -> None:
-        """Takes in the timings of a finished window and plans the next one.
+        """Records the timings of a finished window and plans the next window.
 
-        A rank that ran no batch or reports no time keeps its estimate; a report
-        in which no rank measured anything changes nothing, and ``sync_ms == 0``
-        (not measured, or nobody to wait for) leaves the anchor.
+        A rank that ran no batch or reports no time keeps its estimate. A report in
+        which no rank measured anything changes nothing. ``sync_ms == 0`` (not measured,
+        or no rank to wait for) leaves the anchor.
 
         Args:
-            wall_ms: delivered milliseconds per rank for its batches: waiting for
-                data, transfer and compute, without waiting for other ranks.
-            actual_batches: batches that each rank really ran, planned or not.
-            sync_ms: milliseconds that the synchronisation took.
+            wall_ms: delivered time (ms) of each rank for its batches: waiting for data,
+                transfer and compute, without the wait for other ranks.
+            actual_batches: number of batches that each rank ran, planned or not.
+            sync_ms: time of the synchronisation (ms).
 
         Raises:
-            ConfigError: a time is negative or not finite, a number of batches
-                negative, or a length not ``world_size``; nothing has changed then.
+            ConfigError: a time is negative or not finite, a number of batches negative,
+                or a length not ``world_size``; nothing has changed then.
         """
         reports = check_reports(
             "actual_batches", actual_batches, "wall_ms", wall_ms, self.world_size
@@ -276,17 +274,17 @@ class ElChe:
         self._apply(limit)
 
     def make_room(self, least_ms: float) -> None:
-        """Windows are to last at least so long, as far as ``max_anchor`` allows.
+        """Makes windows last at least ``least_ms``, as far as ``max_anchor`` allows.
 
-        For overlapped reductions: a window shorter than the reduction of the one before
+        For overlapped reductions: a window shorter than the previous window's reduction
         would wait for it. The anchor rises at once, not report by report, and the
-        auto-tune takes it no lower until this is called again. One that was raised for
-        much more than is asked for now, as after a pause of the link, falls at once to
-        what is asked, or to what it was raised from if that is more. Nothing happens
-        before a rank is measured.
+        auto-tune keeps it there until the next call. If it was raised far above the
+        present request, as after a pause of the link, it falls at once. It then falls
+        to the request, or to its value before the raise if that is more. Before a rank
+        is measured, nothing changes.
 
         Args:
-            least_ms: milliseconds, not negative.
+            least_ms: shortest duration (ms), not negative.
 
         Raises:
             ConfigError: the time is negative or not finite.
@@ -300,13 +298,13 @@ class ElChe:
             self._apply(self._config.max_batch_diff)
 
     def nudge_anchor_down(self, factor: float) -> None:
-        """Shortens the windows at once, because replicas drift apart.
+        """Shortens the windows at once, because replicas diverge.
 
-        The anchor may go below ``min_anchor``, down to 1; the auto-tune brings
-        it back up when synchronising so often costs more than the target.
+        The anchor may fall below ``min_anchor``, down to 1. The auto-tune raises it
+        again when such frequent synchronising costs more than the target.
 
         Args:
-            factor: what to multiply the anchor with; brought into 0.1 to 1.0.
+            factor: factor to multiply the anchor by; clamped to 0.1 to 1.0.
 
         Raises:
             ConfigError: the factor is not finite.
@@ -317,15 +315,15 @@ class ElChe:
             self._apply(limit=None)
 
     def clamp_total(self, max_total: int) -> tuple[int, ...]:
-        """Counts of a window that may not exceed what is left of an epoch.
+        """Returns the counts of a window, limited to the rest of an epoch.
 
         Args:
-            max_total: batches that are left for all ranks together.
+            max_total: number of batches that are left for all ranks together.
 
         Returns:
-            ``batch_counts`` when they fit; otherwise counts in the same
-            proportions (largest remainders, the lower rank first) that sum to
-            ``max_total``. A count may be 0.
+            ``batch_counts`` if they fit; else counts in the same proportions (largest
+            remainders, the lower rank first) with the sum ``max_total``. A count may be
+            0.
 
         Raises:
             ConfigError: ``max_total`` is negative or no integer.
@@ -346,12 +344,11 @@ class ElChe:
     def resized(
         self, kept: Sequence[int | None], times: Sequence[RankTime] | None = None
     ) -> ElChe:
-        """El Che of another membership, with what is known of those that stay.
+        """Returns El Che for another membership, keeping measurements of staying ranks.
 
         Args:
-            kept: for each rank of the new membership the rank that it is here, None
-                for one that is new.
-            times: of the new ones among them; None: they are not measured.
+            kept: for each new rank index the present one, None for a new rank.
+            times: measured times of the new ranks; None: not measured.
         """
         speeds = tuple(1.0 if old is None else self._speeds[old] for old in kept)
         config = replace(self._config, world_size=len(kept), speed_hints=speeds)
@@ -366,9 +363,9 @@ class ElChe:
         return other
 
     def _apply(self, limit: int | None) -> None:
-        """Moves the real-valued counts to the plan, or ``limit`` of the way.
+        """Moves the real-valued counts to the plan, by at most ``limit`` each.
 
-        Real values that move by at most ``limit`` round to integers that do too.
+        Real values that move by at most ``limit`` round to integers that do so, too.
         """
         wanted = [self._anchor.value * ratio for ratio in self._ratios.values]
         if limit is not None:

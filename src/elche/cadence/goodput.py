@@ -1,10 +1,10 @@
 """Predicted goodput of each policy on a cluster, from measured times.
 
-*Hardware efficiency* is samples per second of the whole over the sum of what the
-devices deliver alone, *sample efficiency* (``elche.cadence.convergence``) the samples
-that one device needs to a given loss over those that the policy needs. Their product
-times the summed speed, relative to the fastest device alone, is the *goodput*: 1.2
-reaches the loss in 1 / 1.2 of the time. ``elche.cadence.chooser`` decides by it.
+*Hardware efficiency* is the whole cluster's samples per second over the sum of what
+its devices deliver alone. *Sample efficiency* (``elche.cadence.convergence``) is the
+samples that one device needs to a given loss over those that the policy needs. Their
+product times the summed speed, relative to the fastest device alone, is the *goodput*:
+1.2 reaches the loss in 1 / 1.2 of the time. ``elche.cadence.chooser`` decides by it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from elche.cadence.overlapped import (
 from elche.cadence.window import aligned_anchor, lost_share
 
 MAX_FIXED_SAMPLES = 1e9
-"""A step's fixed seconds count as at most so many samples when a batch is split."""
+"""Most samples that a step's fixed time counts as when a batch is split."""
 
 BACKWARD_SHARE = 2.0 / 3.0
-"""Part of a step under which a reduction of gradients can hide."""
+"""Fraction of a step under which a reduction of gradients can hide."""
 BOUNDARY_WAIT_BATCHES = 0.25
 """Loss at the end of a blocking window of many ranks, in batches of the slowest."""
 ANYWHERE = 0.29
-"""Standard deviation, in batches, of a boundary that may be anywhere within a batch."""
+"""Standard deviation (batches) of a boundary at a random place within a batch."""
 LAST_CLOSER_BATCHES = 0.25
 """Delay of the last rank's end of an overlapped window, in batches of the slowest."""
 ADOPTION_BATCHES = 0.5
-"""Until the fastest rank's next batch begins, at which it adopts, in its batches."""
+"""Delay (own batches) until the fastest rank's next batch, where it adopts."""
 FREE_WAIT = 0.01
-"""Part of a window that ranks may wait at its end without lengthening it."""
+"""Fraction of a window that ranks may wait at its end without lengthening it."""
 ALIGNED_RANKS = 64
-"""With more ranks no anchor makes whole batches of all end together."""
+"""Most ranks for which an anchor can align the ends of whole batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +50,23 @@ class MeasuredCluster:
     """Measurements of a cluster, and the settings that its pace depends on.
 
     Attributes:
-        seconds_per_sample: of each rank, delivered: data, transfer and compute.
+        seconds_per_sample: delivered time of each rank: data, transfer and compute.
         batch_size: samples of a local step of windows.
-        sync_s: seconds of one blocking reduction of the model.
-        fixed_s: seconds of each rank per step, however small; empty for none.
-        hidden: part of ``sync_s`` that ``sync`` hides under backward, 0 to 1; never
-            more than backward lasts.
-        overhead_target: El Che's; brought into 0.01 to 0.50, as there.
+        sync_s: time (s) of one blocking reduction of the model.
+        fixed_s: fixed time (s) of each rank per step; empty for none.
+        hidden: fraction of ``sync_s`` that ``sync`` hides under backward, 0 to 1; never
+            longer than backward.
+        overhead_target: El Che's target; clamped to 0.01 to 0.50, as there.
         max_anchor: El Che's upper limit.
         jitter: coefficient of variation of a step's time.
-        copy_batches: what taking a snapshot and adopting an average costs a rank in
-            ``async``, in its own batches per window.
-        min_share_samples: least samples of a rank in a step of ``sync``; one without a
-            share runs its loop on as many that do not count.
-        sync_batch_size: samples of a global batch, which a step of ``sync`` and one
-            device alone train on; None if local steps have as many.
-        run_batches: global ones, in the whole run.
-        ranks: their numbers in the run, in the order of the times; empty for 0, 1, ...
+        copy_batches: cost of a snapshot and an adoption in ``async``, in a rank's own
+            batches per window.
+        min_share_samples: least samples of a rank in a step of ``sync``; a rank without
+            a share runs its loop on as many samples that do not count.
+        sync_batch_size: samples of a global batch, the step of ``sync`` and of one
+            device alone; None if equal to ``batch_size``.
+        run_batches: number of global batches in the whole run.
+        ranks: rank numbers in the order of the times; empty for 0, 1, ...
         doubt: relative error that gains predicted from these times may have.
         optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
     """
@@ -105,11 +105,11 @@ class MeasuredCluster:
         return self.sync_batch_size or self.batch_size
 
     def batch_s(self, rank: int) -> float:
-        """Seconds of a local step of ``batch_size`` samples on a rank."""
+        """Returns the time (s) of a local step of ``batch_size`` samples on a rank."""
         return self.fixed_s[rank] + self.batch_size * self.seconds_per_sample[rank]
 
     def least_step_s(self, rank: int) -> float:
-        """Seconds of the smallest step of ``sync`` on a rank."""
+        """Returns the time (s) of the smallest step of ``sync`` on a rank."""
         samples = min(self.min_share_samples, self.global_batch_size)
         return self.fixed_s[rank] + samples * self.seconds_per_sample[rank]
 
@@ -119,17 +119,17 @@ class Prediction:
     """Predicted throughput of a policy on a cluster.
 
     Attributes:
-        policy: its name.
-        world_size: ranks that take part.
-        anchor: batches of the slowest of them in a window.
-        first_anchor: to start from; overlapped windows get longer when what they cost
-            has been measured.
-        window_s: seconds from one synchronisation to the next.
+        policy: name of the policy.
+        world_size: number of ranks that take part.
+        anchor: batches of the slowest of these ranks in a window.
+        first_anchor: initial anchor; overlapped windows get longer once their cost has
+            been measured.
+        window_s: time (s) from one synchronisation to the next.
         lag_batches: batches of the fastest rank until an average arrives.
-        hardware_efficiency: 0 to 1; of what each device delivers alone on global
-            batches, so fixed seconds of smaller local ones lower it.
+        hardware_efficiency: 0 to 1, relative to what each device delivers alone on
+            global batches, so the fixed time of smaller local batches lowers it.
         sample_efficiency: 0 to 1.
-        goodput: the product of both and the summed speed, relative to the cluster's
+        goodput: product of both and the summed speed, relative to the cluster's
             fastest device alone.
     """
 
@@ -146,20 +146,20 @@ class Prediction:
 
 @final
 class Fleet:
-    """Ranks of a cluster from the fastest to the slowest, to predict any first of them.
+    """Ranks of a cluster, fastest first, with predictions for the first few of them.
 
-    The others are left out: they train nothing, but take part in every reduction, and
-    under ``sync`` in every step, unless it drops them. Where one rank trains alone it
-    takes global batches, and there is nothing to wait for.
+    The other ranks are excluded: they train nothing, but take part in every reduction,
+    and under ``sync`` in every step, unless it drops them. A rank that trains alone
+    takes global batches, and has nothing to wait for.
 
     Args:
-        cluster: what was measured.
-        ranks: those that may take part, each once; None for all.
-        drops: ``sync`` goes on without the others, if rank 0 is none of them.
+        cluster: the measurements.
+        ranks: ranks that may take part, each once; None for all.
+        drops: ``sync`` continues without the other ranks, unless rank 0 is one.
 
     Attributes:
         ranks: the ranks, fastest first.
-        batch_s: seconds of a local step of each, in that order.
+        batch_s: time (s) of a local step of each rank, in that order.
     """
 
     __slots__ = (
@@ -207,7 +207,7 @@ class Fleet:
         self._predicted: dict[tuple[str, int], Prediction] = {}
 
     def predict(self, policy: str, size: int) -> Prediction:
-        """Predicts ``policy`` on the ``size`` fastest of the ranks."""
+        """Predicts ``policy`` on the ``size`` fastest ranks."""
         if (policy, size) not in self._predicted:
             self._predicted[policy, size] = self._newly(policy, size)
         return self._predicted[policy, size]
@@ -221,11 +221,11 @@ class Fleet:
         return self._cadence(size) if policy == "cadence" else self._async(size)
 
     def bound(self, size: int) -> float:
-        """A goodput that no policy exceeds on the ``size`` fastest of the ranks."""
+        """Returns an upper bound of the goodput on the ``size`` fastest ranks."""
         return self._rates[size - 1] / self._fastest
 
     def _sync(self, size: int) -> Prediction:
-        """A step lasts as long as its last part, and the reduction that shows."""
+        """Predicts a step: its longest share, plus the visible reduction."""
         cluster = self._cluster
         is_free = self._drops and 0 in self.ranks[:size]
         step_s = max(self._sync_step_s(size), 0.0 if is_free else self._idle_s[size])
@@ -235,7 +235,7 @@ class Fleet:
         return self._prediction("sync", size, 1, window_s, self._batches, 0.0)
 
     def _cadence(self, size: int) -> Prediction:
-        """El Che's smallest anchor at which reducing and waiting meet the target."""
+        """Predicts El Che's smallest anchor whose overhead meets the target."""
         cluster, slow_s = self._cluster, self.batch_s[size - 1]
         target, most = cluster.overhead_target, cluster.max_anchor
         asked = max(1, math.ceil(cluster.sync_s / (target * slow_s) - 1e-9))
@@ -251,12 +251,12 @@ class Fleet:
         return self._prediction("cadence", size, anchor, window_s, batches, 0.0)
 
     def _blocking(self, size: int, anchor: int) -> tuple[int, float]:
-        """The anchor that fits whole batches best, and what ranks wait at its end."""
+        """Returns the anchor that aligns batches best, and the wait (s) at its end."""
         batch_s, slow_s = self.batch_s[:size], self.batch_s[size - 1]
         if size > ALIGNED_RANKS:
             return anchor, BOUNDARY_WAIT_BATCHES * slow_s
         anchor = aligned_anchor(anchor, batch_s, self._cluster.max_anchor)
-        jitter = self._cluster.jitter  # and times are known no better than that
+        jitter = self._cluster.jitter  # times are known no better than that
         lost = max(0.0, lost_share(anchor, batch_s) - jitter)
         wait_s = anchor * slow_s * lost / (1.0 - lost)
         spread_s = [
@@ -319,7 +319,7 @@ class Fleet:
         )
 
     def _sync_step_s(self, size: int) -> float:
-        """Seconds of a global batch, split as ``Balancer`` would."""
+        """Returns the time (s) of a global batch, split as by ``Balancer``."""
         cluster = self._cluster
         cost, fixed_s = cluster.seconds_per_sample, cluster.fixed_s
         total = cluster.global_batch_size
@@ -343,21 +343,20 @@ def predict(
 ) -> Prediction:
     """Predicts a policy on a cluster, or on some of its ranks.
 
-    ``sync`` ends a step with its last part and with what of the reduction does not hide
-    under backward. ``cadence`` loses the reduction, and what ranks wait because whole
-    batches do not end together, at El Che's smallest anchor that keeps both within the
-    overhead target. ``async`` loses copies, and the reduction only where it outlasts a
-    window.
+    A step of ``sync`` takes as long as its longest share, plus the reduction that is
+    not hidden under backward. ``cadence`` loses the reduction, and waits because whole
+    batches do not end together. It uses El Che's smallest anchor within the overhead
+    target. ``async`` loses copies, and the reduction only if it outlasts a window.
 
     Args:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
-        cluster: what was measured.
-        ranks: those that take part; None for all.
+        cluster: the measurements.
+        ranks: ranks that take part; None for all.
     """
     fleet = Fleet(cluster, ranks)
     return fleet.predict(policy, len(fleet.ranks))
 
 
 def expected_most(ranks: float) -> float:
-    """Expected largest of so many draws, in standard deviations (G. Blom, 1958)."""
+    """Returns the expected maximum of ``ranks`` draws, in sigmas (G. Blom, 1958)."""
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))

@@ -1,8 +1,8 @@
 """Best length of overlapped windows, by the convergence table. Pure.
 
-Short windows learn more per sample, but each costs its copies, and an average that
-comes late in a short window costs samples too. What of that weighs most depends on the
-link and on the ranks, so the lengths are compared by what they bring.
+Short windows learn more per sample, but each costs its copies, and a late average costs
+samples in a short window. Which effect dominates depends on the link and the ranks, so
+lengths are compared by their predicted goodput.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from elche.cadence.convergence import table_efficiency
 
 FINE = 128
-"""Up to this anchor all are compared; beyond it those about a hundredth apart."""
+"""Anchor up to which all are compared; beyond it, only about one in a hundred."""
 ROOM = 1.2
-"""Overlapped windows are so many times as long as a reduction: in shorter ones ranks
-that do not end them together wait for each other."""
+"""Least length of an overlapped window, in reductions: in shorter windows, ranks wait
+for each other unless they end them together."""
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """Summary of the seconds per batch of all ranks, of the same size for any number.
+    """Summary of all ranks' times per batch, of constant size.
 
     Attributes:
-        ranks: how many there are.
-        fastest_s: seconds of a batch of the fastest rank.
-        slowest_s: of the slowest.
-        per_s: batches of all of them in a second.
+        ranks: number of ranks.
+        fastest_s: time (s) of a batch on the fastest rank.
+        slowest_s: time (s) of a batch on the slowest rank.
+        per_s: batches of all ranks per second.
     """
 
     ranks: int
@@ -39,7 +39,7 @@ class BatchTimes:
 
     @classmethod
     def of(cls, batch_s: Sequence[float]) -> BatchTimes:
-        """Summary of the seconds per batch of each rank, all positive."""
+        """Summarises each rank's time (s) per batch, all positive."""
         per_s = sum(1.0 / each_s for each_s in batch_s)
         return cls(len(batch_s), min(batch_s), max(batch_s), per_s)
 
@@ -49,10 +49,10 @@ class OverlappedWindow:
     """Properties of overlapped windows of one length.
 
     Attributes:
-        window_s: seconds from the end of one to that of the next.
-        batches: of all ranks in a window.
+        window_s: time (s) from the end of one window to the end of the next.
+        batches: batches of all ranks in a window.
         lag_batches: batches of the fastest rank until it has the average.
-        work_share: part of ``window_s`` that batches take.
+        work_share: fraction of ``window_s`` that batches take.
     """
 
     window_s: float
@@ -64,14 +64,14 @@ class OverlappedWindow:
 def overlapped_window(
     times: BatchTimes, anchor: int, held_s: float, late_s: float
 ) -> OverlappedWindow:
-    """Overlapped windows of ``anchor`` batches of the slowest rank.
+    """Returns overlapped windows of ``anchor`` batches of the slowest rank.
 
     Args:
-        times: of the ranks' batches.
+        times: summary of the ranks' times per batch.
         anchor: batches of the slowest rank in a window.
-        held_s: what a window costs its ranks beside their batches.
-        late_s: from a rank's end of a window until it has the average; one that
-            outlasts the next window holds that up.
+        held_s: cost (s) of a window beside its batches.
+        late_s: time (s) from a rank's close until it has the average; if it outlasts
+            the next window, it delays that window's end.
     """
     work_s = anchor * times.slowest_s
     window_s = max(work_s + held_s, late_s)
@@ -84,7 +84,7 @@ def overlapped_window(
 def overlapped_goodput(
     times: BatchTimes, anchor: int, held_s: float, late_s: float
 ) -> float:
-    """Hardware times sample efficiency of such windows: above 0, at most 1."""
+    """Returns hardware times sample efficiency of such windows: above 0, at most 1."""
     window = overlapped_window(times, anchor, held_s, late_s)
     efficiency = table_efficiency(
         "async", times.ranks, window.batches, window.lag_batches
@@ -95,14 +95,14 @@ def overlapped_goodput(
 def best_anchor(
     times: BatchTimes, held_s: float, late_s: float, most: int, *, least: int = 1
 ) -> int:
-    """The anchor at which overlapped windows bring most; the least among equals.
+    """Returns the anchor of overlapped windows with most goodput, the least if equal.
 
     Args:
-        times: of the ranks' batches.
+        times: summary of the ranks' times per batch.
         held_s: as in :func:`overlapped_window`.
-        late_s: likewise.
+        late_s: as in :func:`overlapped_window`.
         most: upper limit of the anchor.
-        least: lower limit, ``most`` if that is less: :func:`anchor_for`, for example.
+        least: lower limit, such as :func:`anchor_for`; at most ``most``.
     """
     found = anchor = min(least, most)
     best = 0.0
@@ -110,7 +110,7 @@ def best_anchor(
         brings = overlapped_goodput(times, anchor, held_s, late_s)
         if brings > best:
             best, found = brings, anchor
-        # Longer windows learn no more per sample than this one would without a lag.
+        # Longer windows learn no more per sample than this one without a lag.
         elif overlapped_goodput(times, anchor, 0.0, 0.0) <= best:
             break
         anchor += max(1, anchor // FINE)
@@ -118,5 +118,5 @@ def best_anchor(
 
 
 def anchor_for(times: BatchTimes, reduction_s: float) -> int:
-    """The least anchor at which windows are as long as a reduction asks for."""
+    """Returns the least anchor whose windows are long enough for a reduction."""
     return max(1, math.ceil(ROOM * reduction_s / times.slowest_s - ROUNDING))

@@ -1,8 +1,8 @@
-"""Prefetch depth on a device: figures of its memory in, decision out.
+"""Prefetch depth on a device, decided from figures of its memory.
 
-What is free counts together with what prefetched batches already hold, or a filled
-buffer would talk the next decision down; the activation peak is what a step takes
-beyond what lies there between two steps.
+Memory of prefetched batches counts as free, or a filled buffer would lower the next
+decision. The activation peak is the memory that a step uses beyond the memory in use
+between steps.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import math
 from typing import final
 
 MAX_DEPTH = 2
-"""Most batches held ahead. Loading happens in the training thread, so more than two
-hide nothing more."""
+"""Most batches held ahead. Loading runs in the training thread, so more than two hide
+nothing more."""
 CAREFUL_DEPTH = 1
 """Most batches held ahead before the activation peak is known."""
 RESERVE_FRACTION = 0.1
-"""Part of the device's memory that is left alone."""
+"""Fraction of the device's memory that is kept free."""
 UNMEASURED_PART = 4
-"""Before the activation peak is known, batches get a quarter of what is usable."""
+"""Divisor of usable memory for batches before the activation peak is known."""
 PIN_ROUNDS = 4
-"""Batches copied each way before the cheaper one is kept."""
+"""Batches copied each way before the cheaper way is kept."""
 
 
 def decide_prefetch(
     total_bytes: int, usable_bytes: int, batch_bytes: int, peak_bytes: int | None
 ) -> int:
-    """Batches to hold on the device ahead of the one in use, up to `MAX_DEPTH`.
+    """Returns the batches to hold on the device ahead of the current one.
 
     Args:
         total_bytes: memory of the device.
-        usable_bytes: what is free between two steps, or held by prefetched batches.
-        batch_bytes: one batch; 0 while unknown, or if nothing of it is moved.
-        peak_bytes: what a step takes beyond what lies there between two steps; None
-            before it is measured.
+        usable_bytes: memory that is free between steps, or holds prefetched batches.
+        batch_bytes: size of one batch; 0 if unknown, or if no tensor is moved.
+        peak_bytes: memory of a step beyond that in use between steps; None before it
+            is measured.
     """
     spare_bytes = usable_bytes - math.ceil(total_bytes * RESERVE_FRACTION)
     most = MAX_DEPTH
@@ -46,15 +46,15 @@ def decide_prefetch(
 
 @final
 class ActivationPeak:
-    """The activation peak, from an allocator's figures between steps.
+    """Activation peak, from an allocator's figures between steps.
 
-    The allocator's peak is a maximum since the process began, so only a new maximum
-    says something about the steps since the last look: the rest would mix a peak with
-    a buffer that is filled differently now. A program that resets the peak at the end
-    of every step hides it; it then counts as unknown.
+    The allocator's peak is a maximum since the process began. So only a new maximum
+    measures the steps since the last call: an old peak would be compared with a buffer
+    that is filled differently now. If a program resets the peak at the end of every
+    step, the activation peak counts as unknown.
 
     Attributes:
-        value_bytes: the largest seen, None before the first.
+        value_bytes: largest observed peak, None before the first.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ActivationPeak:
         self._last_peak_bytes: int | None = None
 
     def observe(self, active_bytes: int, peak_bytes: int) -> None:
-        """Takes the memory in use between two steps, and the most that ever was."""
+        """Records the memory in use between two steps, and the allocator's peak."""
         beyond_bytes = peak_bytes - active_bytes
         if peak_bytes != self._last_peak_bytes and beyond_bytes > 0:
             self.value_bytes = max(self.value_bytes or 0, beyond_bytes)
@@ -71,11 +71,11 @@ class ActivationPeak:
 
 @final
 class PinTrial:
-    """True if staging batches in pinned memory is cheaper for the training thread.
+    """Trial of staging batches in pinned memory: is it cheaper for the training thread?
 
-    Copying into pinned memory makes the transfer itself asynchronous, but it is a copy
-    in the training thread; which of the two takes longer depends on the machine. The
-    first batches go both ways in turn, and the least time per byte decides.
+    A copy into pinned memory makes the transfer asynchronous, but runs in the training
+    thread. Which takes longer depends on the machine. The first batches alternate
+    between both ways, and the least time per byte decides.
     """
 
     def __init__(self) -> None:
@@ -84,13 +84,13 @@ class PinTrial:
 
     @property
     def pin(self) -> bool:
-        """True if to pin the next batch."""
+        """True if the next batch should be pinned."""
         if min(self._seen.values()) >= PIN_ROUNDS:
             return self._best[True] < self._best[False]
         return self._seen[True] <= self._seen[False]
 
     def observe(self, pinned: bool, host_s: float, batch_bytes: int) -> None:
-        """Takes the seconds of the training thread that a batch's copy cost."""
+        """Records the training thread's time (s) for a batch's copy."""
         if self._seen[pinned] < PIN_ROUNDS and batch_bytes > 0:
             self._seen[pinned] += 1
             self._best[pinned] = min(self._best[pinned], host_s / batch_bytes)

@@ -1,7 +1,7 @@
 """Time of a rank's batch as a function of its samples, with its spread. Pure.
 
-The one estimator of a rank's speed. The balancer, El Che, exclusion, ``auto`` and its
-predictions ask it; the simulator runs the same code.
+This is the only estimator of a rank's speed. The balancer, El Che, exclusion, ``auto``
+and its predictions use it; the simulator runs the same code.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ SHAPES: tuple[tuple[float, float], ...] = (
     *((2.0**power, 0.0) for power in range(-1, 17)),
     *((0.0, 2.0**power) for power in range(2, 11)),
 )
-"""Fixed costs and knees among which is chosen, counted in samples: lines, and devices
-that are full from the knee on. Both at once are not told apart from either.
+"""Candidate fixed costs and knees, in samples: lines, and devices that are full from
+the knee on. A combination of both cannot be distinguished from either.
 """
 MOST_FIXED = 9.0
-"""Largest fixed cost that is believed, in samples of the largest step that was seen."""
+"""Largest fixed cost that is accepted, in samples of the largest observed step."""
 CLEAR = 3.5
-"""Evidence against a shape that is believed, as a difference of log likelihoods."""
+"""Evidence that rules out a shape, as a difference of log likelihoods."""
 KNEE_PENALTY = 3.5
-"""Evidence that a knee must have beyond any line's."""
+"""Evidence that a knee needs beyond that of any line."""
 MOST_EVIDENCE = 20.0
 """Cap on the evidence for a shape, so that a change of shape is detected."""
 FADING = 0.998
-"""Factor of a report on older evidence, so that a wrong one is tried again."""
+"""Decay factor per report of older evidence, so that a wrong shape is tried again."""
 TEMPER = 0.25
 """Factor on a squared deviation; 0.5 is right for independent steps."""
 MOST_DEVIATIONS = 4.0
 """Most standard deviations that one step counts as evidence."""
 USUAL_NOISE = 0.2
-"""Relative standard deviation of a step's time, before any is measured."""
+"""Assumed relative standard deviation of a step's time before any is measured."""
 LEAST_NOISE = 0.01
-"""Relative standard deviation below which none is believed."""
+"""Lower bound of the relative standard deviation."""
 NOISE_WEIGHT = 0.15
-"""Weight of a step in the noise."""
+"""Weight of a new step in the noise."""
 RECENT_STEPS = 3
-"""Steps of which only the one of median cost is taken in: a spike is none."""
+"""Number of latest steps of which only the median cost counts, to ignore spikes."""
 MAX_RISE = 4.0
-"""Factor by which a single measurement may exceed the estimate at most."""
+"""Largest factor by which a single measurement may exceed the estimate."""
 SETTLED = 0.1
-"""Relative error of a prediction from which on a rank's speed is taken to change."""
+"""Relative error of a prediction above which a rank's speed counts as changing."""
 JUMP = 0.3
-"""Relative error from which on a rank's speed has changed and is taken as it is now."""
+"""Relative error above which the estimate is replaced by the new speed."""
 SPREAD = 1.25
 """Least ratio of two batch sizes by which a fixed cost can be estimated."""
 LIKE_SIZE = 0.20
@@ -62,27 +62,26 @@ LIKE_SIZE = 0.20
 class RankTime:
     """Time of a batch: ``cost * (fixed_samples + max(samples, knee_samples))``.
 
-    The shape (``fixed_samples``: the fixed part, counted in samples; or
-    ``knee_samples``: a smaller batch takes as long as one of these) and the level
-    (``cost``: time per sample) are learned apart, since what slows a device down
-    scales both. The level follows every measurement by an error-adaptive average:
-    ``alpha = clamp(|new - old| / old, 0.1, 0.8)``, so jitter is nearly ignored and a
-    changed speed is followed within two or three measurements. A straggler must not
-    count in full. Where steps are timed, of the last three of about one size only that
-    of median cost counts: a changed speed is noticed one step later, and a level that
-    is far off is then replaced at once. Where each measurement counts (``recent=1``: a
-    window's mean, or the last batch before a window's end), a rise is limited instead.
+    The shape and the level are learned apart, since a slowdown scales both. The shape
+    is either ``fixed_samples`` (the fixed part, counted in samples) or ``knee_samples``
+    (a smaller batch takes as long as one of these). The level is ``cost``, the time per
+    sample. It follows every measurement by an error-adaptive average: ``alpha =
+    clamp(|new - old| / old, 0.1, 0.8)``, so jitter is nearly ignored and a changed
+    speed is followed within two or three measurements. A straggler must not count in
+    full. For timed steps, only the median cost of the last three of similar size
+    counts: a changed speed is noticed one step later, and then replaces a level that is
+    far off. If each measurement counts (``recent=1``: a window's mean, or a window's
+    last batch), a rise is limited instead.
 
-    A batch of another size than those before is predicted well by some shapes and
-    badly by others: that is the evidence. Batches of one size and a changed speed are
-    none, and what was learned before stays. The shape changes only where evidence
-    against it is clear; at first it is 0, proportional. Levels and evidence of all
-    shapes are kept only from the second size on.
+    A batch of another size is predicted well by some shapes and badly by others: that
+    is the evidence. Batches of one size and a changed speed give none, and earlier
+    evidence stays. The shape changes only on clear evidence; at first it is 0,
+    proportional. Levels and evidence of all shapes are kept only from the second size.
 
-    Any unit of work and of time will do, as long as it stays the same.
+    Any units of work and of time are valid if they do not change.
 
     Args:
-        recent: measurements of which the one of median cost counts.
+        recent: number of measurements of which the median cost counts.
     """
 
     __slots__ = (
@@ -117,7 +116,7 @@ class RankTime:
 
     @property
     def is_settled(self) -> bool:
-        """True if the last batch took about what was predicted."""
+        """True if the last batch took about as long as predicted."""
         return self._is_settled
 
     @property
@@ -137,9 +136,9 @@ class RankTime:
 
     @property
     def spread(self) -> float:
-        """Relative standard deviation of a batch's time; 0.0 before two were measured.
+        """Relative standard deviation of a batch's time; 0.0 before two measurements.
 
-        The noise began at what is usual, which has this weight left.
+        The rest of the assumed initial noise is subtracted.
         """
         usual = self._untold * USUAL_NOISE**2
         told = max(0.0, self._noise**2 - usual)
@@ -147,7 +146,7 @@ class RankTime:
 
     @property
     def has_sizes(self) -> bool:
-        """True if batches of sizes that differ tell what is fixed of them."""
+        """True if the sizes of batches differ enough to estimate the fixed part."""
         return self._largest >= SPREAD * self._smallest > 0
 
     @property
@@ -156,13 +155,14 @@ class RankTime:
         return self._size
 
     def line(self, ranks: Sequence[RankTime] = ()) -> tuple[float, float]:
-        """Fixed time of a batch and time per sample, by the likeliest of all lines.
+        """Returns a batch's fixed time and time per sample, by the likeliest line.
 
-        Bolder than the shape that predicts, which changes only on clear evidence.
+        It changes sooner than the predicting shape, which needs clear evidence.
 
         Args:
-            ranks: whose evidence counts as well: a fixed part is of about as many
-                samples on all devices, unless this rank clearly shows that it is not.
+            ranks: ranks whose evidence counts as well: the fixed part is about as many
+                samples on all devices, unless this rank's evidence is clearly
+                different.
         """
         lines = [i for i in self._believed(math.inf) if not SHAPES[i][1]]
         told = [each._against for each in ranks if len(each._against) > 1]
@@ -173,26 +173,26 @@ class RankTime:
         return self._levels[common] * SHAPES[common][0], self._levels[common]
 
     def of(self, samples: float) -> float:
-        """Expected time of a batch of so many samples."""
+        """Returns the expected time of a batch of ``samples``."""
         return self.cost * _load(SHAPES[self._shape], samples)
 
     def most_samples(self, samples: int, factor: float) -> float:
-        """Samples of a batch that takes ``factor`` times as long, as far as was shown.
+        """Returns the samples of a batch that takes ``factor`` times as long, at most.
 
         Args:
-            samples: of a batch as it was seen.
-            factor: by what the larger batch may take longer.
+            samples: samples of an observed batch.
+            factor: factor by which the larger batch may take longer.
         """
         self._tell_apart()
         shapes = [SHAPES[index] for index in self._believed(CLEAR)]
         return max(_load(shape, samples) * factor - shape[0] for shape in shapes)
 
     def observe(self, samples: int, busy: float) -> None:
-        """Takes in one batch, or the mean of several alike.
+        """Records one batch, or the mean of several equal batches.
 
         Args:
             samples: samples of the batch, at least 1.
-            busy: its delivered time without waiting for others, positive and finite.
+            busy: delivered time, without the wait for others; positive and finite.
 
         Raises:
             ConfigError: the time is zero, negative or not finite.
@@ -216,7 +216,7 @@ class RankTime:
         else:
             costs = [busy / _load(shape, samples) for shape in SHAPES]
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
-        # All levels follow alike: not the faster, the worse a shape has predicted.
+        # All levels follow alike, however badly their shapes have predicted.
         error = abs(ratios[self._shape] - 1.0)
         if self._most_recent > 1:
             is_known = len(self._recent) == self._most_recent
@@ -233,7 +233,7 @@ class RankTime:
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
 
     def _tell_apart(self) -> None:
-        """Keeps all shapes from now on: of one size they are all alike."""
+        """Tracks all shapes from now on; for a single size they are all equal."""
         if len(self._levels) > 1:
             return
         busy = self._levels[0] * self._size
@@ -241,7 +241,7 @@ class RankTime:
         self._against = [0.0] * len(SHAPES)
 
     def _judge(self, errors: Sequence[float]) -> None:
-        """Weighs the shapes by how well each has predicted a batch."""
+        """Updates the evidence against each shape by its error for a batch."""
         most = MOST_DEVIATIONS * self._noise
         if len(errors) == 1:
             self._note(errors[0], most)
@@ -264,16 +264,16 @@ class RankTime:
         self._note(errors[best], most)
 
     def _note(self, error: float, most: float) -> None:
-        """Follows the noise, by an error that counts at most so much."""
+        """Updates the noise by an error, limited to ``most``."""
         squared = (1.0 - NOISE_WEIGHT) * self._noise**2
         squared += NOISE_WEIGHT * min(error, most) ** 2
         self._noise = max(LEAST_NOISE, math.sqrt(squared))
         self._untold *= 1.0 - NOISE_WEIGHT
 
     def _believed(self, evidence: float) -> list[int]:
-        """Shapes that are possible, with less evidence against them than this.
+        """Returns possible shapes with less evidence against them than ``evidence``.
 
-        A knee is where larger batches were seen: before it no cost shows.
+        A knee needs larger batches: below it no cost per sample shows.
         """
         most = MOST_FIXED * self._largest
         return [
@@ -286,7 +286,7 @@ class RankTime:
         ]
 
     def _typical(self, samples: int, busy: float) -> tuple[int, float]:
-        """The batch of median cost among the last ones of about this size."""
+        """Returns the batch of median cost among the last ones of similar size."""
         self._recent = [*self._recent, (samples, busy)][-self._most_recent :]
         alike = [s for s in self._recent if abs(s[0] - samples) <= LIKE_SIZE * samples]
         shape = SHAPES[self._shape]
@@ -295,13 +295,13 @@ class RankTime:
 
 
 class RankTimes(dict[int, RankTime]):
-    """Times of a run's ranks by their numbers, in seconds by samples.
+    """Measured times of a run's ranks, in seconds by samples, by rank.
 
-    One for all that schedules: what steps have shown, windows begin with. A rank that
-    is asked for the first time has no measurement.
+    All scheduling shares it, so windows begin with what steps have measured. A rank
+    that is requested for the first time is created without a measurement.
 
     Args:
-        recent: as of each `RankTime`.
+        recent: as for each `RankTime`.
     """
 
     def __init__(self, recent: int = RECENT_STEPS) -> None:
@@ -313,6 +313,6 @@ class RankTimes(dict[int, RankTime]):
 
 
 def _load(shape: tuple[float, float], samples: float) -> float:
-    """Time of a batch, in samples."""
+    """Returns the time of a batch, in samples."""
     fixed, knee = shape
     return fixed + (samples if samples > knee else knee)

@@ -1,11 +1,11 @@
-"""The few sizes that a rank's share takes in a run. Pure.
+"""Restricts a rank's shares to few sizes in a run. Pure.
 
-A new size costs: a compiled model may be compiled again, libraries search for a kernel,
-a device caches memory of one more kind. So a split is made of sizes that each rank has
-had before, and a new one is used only when doing without it has cost more: each time in
-vain, in steps, adds up, and what a new size must have cost grows with their number.
-So shares follow a lasting change soon and noise hardly ever. More than `MAX_SIZES` are
-used only where a step without them would take a third longer, for many steps.
+A new size has a cost: a compiled model may be compiled again, libraries search for a
+kernel, a device caches another memory layout. So a split uses sizes that each rank has
+had before, and a new size only once avoiding it has cost more. The lost time, in steps,
+adds up, and the price of a new size grows with the number of sizes. So shares follow a
+lasting change soon and noise hardly ever. More than `MAX_SIZES` are used only if a step
+without them would take a third longer, for many steps.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import final
 from elche.cadence.split import pick_sizes, split_from_sizes
 
 MAX_SIZES = 8
-"""Dynamo's limit of compiled versions of a function."""
+"""Most sizes of a rank: Dynamo's limit of compiled versions of a function."""
 PRICES = (0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 3.0)
-"""Steps that must have been lost, by the sizes that a rank has had; the eighth is kept
-for the batch at an epoch's end, whose split is the first of its kind.
+"""Price of a new size in lost steps, by the number of a rank's sizes. The eighth is
+kept for the batch at an epoch's end, whose split is the first of its kind.
 """
 URGENT_GAIN, URGENT_PRICE, LAST_PRICE = 0.25, 0.3, 20.0
-"""Gain (part of a step) of urgent sizes, their price, and that beyond eight sizes."""
+"""Gain (fraction of a step) of urgent sizes, their price, and that beyond eight."""
 FRUGAL = 0.01
-"""Step time given up for fewer new batch sizes, as a fraction of the shortest."""
+"""Step time given up for fewer new sizes, as a fraction of the shortest."""
 TRIAL_SIZES = 5
-"""A trial takes a new size of a rank that has had fewer."""
+"""Number of sizes from which a trial adds no new one."""
 LEAST_TRIAL = 1.2
-"""A trial that is larger by a smaller factor shows too little."""
+"""Least factor by which a trial's share is larger; a smaller one shows too little."""
 
 
 @final
@@ -37,7 +37,7 @@ class ShareSizes:
     """Sizes that each rank's share has had, in the order of their first use.
 
     Args:
-        used: what they were before.
+        used: sizes used before.
     """
 
     __slots__ = ("_lost_steps", "_used")
@@ -52,7 +52,7 @@ class ShareSizes:
         return [list(sizes) for sizes in self._used]
 
     def use(self, split: Sequence[int]) -> None:
-        """A batch is divided so; a rank without a part has no size."""
+        """Records the sizes of a split; a rank without a share has no size."""
         for used, part in zip(self._used, split, strict=True):
             if part and part not in used:
                 used.append(part)
@@ -64,16 +64,16 @@ class ShareSizes:
         ranges: Sequence[tuple[int, int]],
         end: Callable[[int, int], float],
     ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-        """Splits of used sizes, and with new ones.
+        """Returns a split of used sizes, and one that may use new sizes.
 
         Args:
             best: the shortest split of any sizes.
-            ranges: least and largest part that each rank may have.
-            end: when a rank would finish a part.
+            ranges: least and largest share that each rank may have.
+            end: returns the time at which a rank would finish a share.
 
         Returns:
-            The shortest step of used sizes, None if they do not make up the batch; and
-            nearly the shortest of all, with new sizes where it needs them.
+            The shortest split of used sizes, None if they cannot sum to the batch; and
+            nearly the shortest of all, with new sizes if needed.
         """
         total = sum(best)
         used = [
@@ -88,7 +88,7 @@ class ShareSizes:
         return split_from_sizes(total, used, end), pick_sizes(total, near) or best
 
     def had(self, split: Sequence[int]) -> int:
-        """Most sizes that a rank has had for which a split has a new one, or 0."""
+        """Returns the most sizes of any rank to which the split adds one, or 0."""
         pairs = zip(self._used, split, strict=True)
         return max((len(used) for used, n in pairs if n and n not in used), default=0)
 
@@ -99,9 +99,9 @@ class ShareSizes:
 
         Args:
             fresh: the split.
-            gain: part of a step that it saves.
-            steps: since this was last asked.
-            is_settled: times are not changing right now.
+            gain: fraction of a step that it saves.
+            steps: number of steps since the last call.
+            is_settled: whether the ranks' times are stable now.
         """
         had = self.had(fresh)
         self._lost_steps += gain * steps
@@ -114,14 +114,14 @@ class ShareSizes:
         return is_settled and self._lost_steps >= price
 
     def trial(self, rank: int, part: int, most: int, later: int) -> int | None:
-        """A larger share of a rank, to be tried once; None if there is none.
+        """Returns a larger share of a rank to be tried once; None if there is none.
 
         Args:
-            rank: whose.
-            part: its share.
-            most: samples that may be tried now.
-            later: samples that may be tried in time, if no others are known and a new
-                size is not to be had.
+            rank: the rank.
+            part: its present share.
+            most: most samples that may be tried now.
+            later: most samples that may be tried in time, if no smaller size is known
+                and no new size is allowed.
         """
         used = self._used[rank]
         least = max(part + 1, math.ceil(LEAST_TRIAL * part))

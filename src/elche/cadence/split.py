@@ -1,8 +1,8 @@
-"""Split of a batch among ranks of unlike speed and memory, for a short step.
+"""Splits a batch among ranks of unlike speed and memory, for a short step.
 
-`best_step_s` is what no synchronous data parallelism can undercut: a sample is not
-divided, and each rank that has any pays its time per batch (fixed cost of a pass,
-optimizer) beside its samples' time; the longest one is the step.
+`best_step_s` is a lower bound for synchronous data parallelism. A sample is not
+divided, and each rank with samples pays its time per batch (fixed cost of a pass,
+optimizer) beside its samples' time. The longest rank's time is the step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from elche.errors import ConfigError
 
 WORTH_NAMING = 0.05
-"""Part of a step lost to whole samples above which it is named."""
+"""Least fraction of a step lost to whole samples that is reported."""
 SMALL = 0.02
-"""Part below which a batch is large enough."""
+"""Fraction lost below which a batch is large enough."""
 MOST_DOUBLINGS = 10
-"""Larger batches than 2^10 times this one are no advice."""
+"""Most doublings of a batch that are advised."""
 
 
 def split_for_makespan(
@@ -30,28 +30,28 @@ def split_for_makespan(
     *,
     accumulates: bool = False,
 ) -> tuple[int, ...]:
-    """Integer parts for the shortest step.
+    """Returns integer shares for the shortest step.
 
-    A rank ends its part ``n`` after ``cost * (fixed_samples + n)``. Giving one sample
-    after the other to the rank that would finish it first is optimal, as each rank's
-    time only grows. A state which that passes is found by bisection of the time, so
-    that only the fewer than W last samples are given that way. The first guess, of
-    samples that could be divided, is mostly such a state.
+    A rank ends its share ``n`` after ``cost * (fixed_samples + n)``. Assigning each
+    sample to the rank that would finish it first is optimal, as each rank's time only
+    grows. A state on that path is found by bisection of the time, so that only the last
+    samples, fewer than W, are assigned one by one. The first guess, for samples that
+    could be divided, is usually such a state.
 
     Args:
         total: samples to distribute, at least ``minimum`` for every rank.
         cost: time per sample of each rank, positive.
         fixed_samples: fixed cost of each rank in samples, not negative.
-        minimum: smallest part of a rank.
-        caps: largest part of each rank, at least ``minimum``; None for any size.
-        accumulates: a cap limits no part, but every ``caps[r]`` samples that a rank
-            begins (a micro-batch) cost it the fixed time again.
+        minimum: least share of a rank.
+        caps: largest share of each rank, at least ``minimum``; None for any size.
+        accumulates: a cap limits no share, but each micro-batch of up to ``caps[r]``
+            samples costs the rank its fixed time again.
 
     Returns:
-        One part per rank, together ``total``; of equal choices the lowest ranks.
+        One share per rank, with sum ``total``; of equal choices the lowest ranks.
 
     Raises:
-        ConfigError: the caps are together below ``total``.
+        ConfigError: the sum of the caps is below ``total``.
     """
     ranks = range(len(cost))
     known = caps or [None for _ in ranks]
@@ -96,17 +96,18 @@ def split_for_makespan(
 def clip_split(
     parts: Sequence[int], total: int, minimum: int
 ) -> tuple[int, ...] | None:
-    """A smaller batch divided where a larger one was, so that its samples keep ranks.
+    """Divides a smaller batch where a larger batch was divided, keeping samples' ranks.
 
-    Only the last ones go to later ranks, where these would have less than the minimum.
+    Only the last samples move to later ranks, if these would have less than the
+    minimum.
 
     Args:
-        parts: of the larger batch, each at least the minimum or 0.
-        total: samples of the smaller one.
-        minimum: smallest part of a rank that has any.
+        parts: shares of the larger batch, each at least the minimum or 0.
+        total: samples of the smaller batch.
+        minimum: least share of a rank that has one.
 
     Returns:
-        One part per rank, together ``total``; None if that is too small for all.
+        One share per rank, with sum ``total``; None if that is too small for all.
     """
     owed = minimum * sum(part > 0 for part in parts)
     if total < owed:
@@ -121,14 +122,14 @@ def clip_split(
 
 
 def pick_sizes(total: int, sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """One of its sizes for each rank, together ``total``; None if there are none such.
+    """Returns one of its sizes for each rank, with sum ``total``; None if impossible.
 
     The sums that some ranks can reach are bits of one integer, so a rank's size shifts
     them all at once: O(W * sizes) operations on integers of ``total`` bits.
 
     Args:
         total: samples to distribute.
-        sizes: of each rank; where several would do, the first one is taken.
+        sizes: allowed sizes of each rank, in order of preference.
     """
     reached = [1]
     for known in sizes:
@@ -149,12 +150,12 @@ def pick_sizes(total: int, sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | 
 def split_from_sizes(
     total: int, sizes: Sequence[Sequence[int]], end: Callable[[int, int], float]
 ) -> tuple[int, ...] | None:
-    """Parts from each rank's sizes for the shortest step; None if there are none.
+    """Returns the split from each rank's sizes with the shortest step, or None.
 
     Args:
         total: samples to distribute.
-        sizes: that each rank may have.
-        end: when a rank would finish a part.
+        sizes: allowed sizes of each rank.
+        end: returns the time at which a rank would finish a share.
     """
     ends = [[(end(r, n), n) for n in known] for r, known in enumerate(sizes)]
     levels = sorted({end_s for each in ends for end_s, _ in each})
@@ -172,14 +173,14 @@ def split_from_sizes(
 
 
 def passes_of(samples: int, cap: int | None) -> int:
-    """Micro-batches in which so many samples are run."""
+    """Returns the number of micro-batches for ``samples`` samples."""
     return 1 if cap is None else max(1, -(-samples // cap))
 
 
 def given_step_s(
     parts: Sequence[int], sample_s: Sequence[float], batch_s: Sequence[float]
 ) -> float:
-    """Seconds of a step with these samples on each rank; a rank may have none."""
+    """Returns the time (s) of a step with these shares; a share may be empty."""
     costs = zip(parts, sample_s, batch_s, strict=True)
     return max((fixed + part * each for part, each, fixed in costs if part), default=0)
 
@@ -187,12 +188,12 @@ def given_step_s(
 def best_step_s(
     batch: int, sample_s: Sequence[float], batch_s: Sequence[float]
 ) -> float:
-    """Seconds of the shortest step; ranks whose time per batch is too long have none.
+    """Returns the time (s) of the shortest step; slow ranks may get no samples.
 
     Args:
         batch: samples of the global batch.
-        sample_s: seconds per sample of each rank, positive.
-        batch_s: seconds per batch of each rank that has samples, not negative.
+        sample_s: time (s) per sample of each rank, positive.
+        batch_s: time (s) per batch of each rank with samples, not negative.
     """
     fixed = [once / each for once, each in zip(batch_s, sample_s, strict=True)]
     parts = split_for_makespan(batch, sample_s, fixed, 0)
@@ -202,12 +203,12 @@ def best_step_s(
 def whole_sample_bound(
     batch: int, sample_s: Sequence[float]
 ) -> tuple[float, int | None] | None:
-    """Fraction of speed that whole samples leave, and a batch that is large enough.
+    """Returns the fraction of speed left by whole samples, and a large enough batch.
 
     Returns:
-        The part left, and the first doubling of the batch from which on less than
-        `SMALL` is lost (None if there is none; of larger ones a few are tried, as a
-        single size may divide well by luck); None where less than `WORTH_NAMING` is.
+        The fraction left, and the first doubling of the batch from which less than
+        `SMALL` is lost, or None. (A few larger batches are tried as well, since a
+        single size may divide well by luck.) None if less than `WORTH_NAMING` is.
     """
     speed = sum(1.0 / each for each in sample_s)
 

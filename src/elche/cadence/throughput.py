@@ -1,4 +1,4 @@
-"""Speeds of all ranks: hints, costs that complete them, ratios held steady."""
+"""Speeds of all ranks: hints, completed costs, and ratios with a dead zone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TypeAlias, final
 from elche.errors import ConfigError
 
 MAX_SPEED_RATIO = 1e6
-"""Ranks further apart than this are scheduled as if exactly this far apart."""
+"""Largest assumed ratio of speeds; ranks further apart are scheduled at this ratio."""
 TIME_RANGE = (1e-30, 1e30)
-"""Shorter than this per unit of work is no measurement, longer is refused."""
+"""Range of a time per unit of work: shorter is no measurement, longer is rejected."""
 DEAD_ZONE = 0.10
-"""A fresh ratio is replaced when the measured one is further away than this."""
+"""Relative error above which a fresh ratio is replaced by the measured one."""
 DEAD_ZONE_FLOOR = 0.03
 """Least dead zone of a long-held ratio."""
 DOMINANCE_MARGIN = 0.10
@@ -25,15 +25,15 @@ SpeedHints: TypeAlias = Mapping[int, float] | Sequence[float] | None
 
 @final
 class HeldRatios:
-    """Speed of each rank over the slowest rank's, with a dead zone.
+    """Speed of each rank relative to the slowest rank, with a dead zone.
 
-    The slowest rank is the *reference*, of ratio 1. It keeps its place until
-    another rank is 10 % slower, so near-equal ranks do not take turns. A ratio is
-    replaced when the measured one leaves its dead zone: 10 % when fresh, less
-    with the square root of the reports that it held, 3 % at last.
+    The slowest rank is the *reference*, of ratio 1. It is kept until another rank is
+    10 % slower, so that near-equal ranks do not alternate. A ratio is replaced when the
+    measured ratio leaves its dead zone: 10 % when fresh, shrinking with the square root
+    of its reports to 3 %.
 
     Args:
-        costs: time per unit of work of each rank, positive; taken as they are.
+        costs: time per unit of work of each rank, positive; used unsmoothed.
     """
 
     __slots__ = ("_held", "_reference", "_values")
@@ -45,16 +45,16 @@ class HeldRatios:
 
     @property
     def reference(self) -> int:
-        """The rank that counts as the slowest; of equal ones the lowest."""
+        """Rank that counts as the slowest; the lowest of equal ranks."""
         return self._reference
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Speed of each rank over the reference's."""
+        """Speed of each rank relative to the reference."""
         return tuple(self._values)
 
     def follow(self, costs: Sequence[float]) -> None:
-        """Adopts what left its dead zone; every ratio has the same reference."""
+        """Replaces ratios that left their dead zone; all have the same reference."""
         slowest = _slowest(costs)
         if costs[slowest] > (1.0 + DOMINANCE_MARGIN) * costs[self._reference]:
             self._reference = slowest
@@ -73,20 +73,20 @@ def _slowest(costs: Sequence[float]) -> int:
 
 
 def relative_speeds(hints: SpeedHints, world_size: int) -> tuple[float, ...]:
-    """Speeds of all ranks relative to the fastest one, from a user's hints.
+    """Returns speeds of all ranks relative to the fastest, from a user's hints.
 
     Args:
-        hints: speed per rank, 0.4 being 40 % of a rank with 1.0. A mapping may
-            leave ranks out, they count as 1.0; a sequence names every rank;
-            None makes all ranks equal.
+        hints: speed per rank, 0.4 being 40 % of a rank with 1.0. A mapping may omit
+            ranks, which count as 1.0; a sequence covers every rank; None makes all
+            ranks equal.
         world_size: number of ranks.
 
     Returns:
-        One speed per rank, the fastest having 1.0.
+        One speed per rank, 1.0 for the fastest.
 
     Raises:
-        ConfigError: a hint is not positive and finite, names a rank that does
-            not exist, or a sequence has another length than ``world_size``.
+        ConfigError: a hint is not positive and finite, or names an unknown rank, or a
+            sequence has another length than ``world_size``.
     """
     speeds = [1.0] * world_size
     if hints is None:
@@ -116,19 +116,18 @@ def relative_speeds(hints: SpeedHints, world_size: int) -> tuple[float, ...]:
 
 
 def complete_costs(measured: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """Costs of all ranks, those not measured yet filled in from their hints.
+    """Returns costs of all ranks, with unmeasured ranks filled in from their hints.
 
-    A rank without a measurement costs ``k / speed``, with the largest ``k`` that
-    a measured rank shows: without hints it counts as the slowest measured one,
-    so that nobody waits for a stranger. Without any measurement ``k`` is 1.
+    An unmeasured rank costs ``k / speed``, with the largest ``k`` of the measured
+    ranks. So without hints it counts as the slowest measured rank, and no rank has to
+    wait for it. Without any measurement ``k`` is 1.
 
     Args:
-        measured: of each rank; 0.0 where there is no measurement.
+        measured: cost of each rank; 0.0 if not measured.
         speeds: relative speed per rank, from ``relative_speeds``.
 
     Returns:
-        One positive cost per rank, none more than ``MAX_SPEED_RATIO`` times the
-        cheapest.
+        One positive cost per rank, at most ``MAX_SPEED_RATIO`` times the cheapest.
     """
     pairs = [*zip(measured, speeds, strict=True)]
     scale = max((cost * speed for cost, speed in pairs if cost), default=1.0)
@@ -138,7 +137,7 @@ def complete_costs(measured: Sequence[float], speeds: Sequence[float]) -> list[f
 
 
 def check_int(name: str, value: int, minimum: int) -> int:
-    """Returns ``value`` as an int, or says what it should have been.
+    """Returns ``value`` as an int, checked.
 
     Raises:
         ConfigError: the value is no integer, or below ``minimum``.
@@ -153,7 +152,7 @@ def check_int(name: str, value: int, minimum: int) -> int:
 
 
 def check_measure(name: str, value: float) -> float:
-    """Returns ``value`` as a float, if it can have been measured.
+    """Returns ``value`` as a float, checked to be a possible measurement.
 
     Raises:
         ConfigError: the value is negative or not finite.
@@ -170,23 +169,23 @@ def check_reports(
     times: Sequence[float],
     world_size: int,
 ) -> list[tuple[int, int, float]]:
-    """Reads one report of all ranks, before anything is changed by it.
+    """Checks one report of all ranks before it changes any state.
 
     Args:
-        work_name: how the work is called in a message.
+        work_name: name of the work in messages.
         work: units of work that each rank finished.
-        time_name: how the times are called in a message.
+        time_name: name of the times in messages.
         times: delivered time of each rank for that work.
         world_size: number of ranks.
 
     Returns:
-        ``(rank, work, time)`` of the ranks that measured something: those with
-        no work or no time are left out.
+        ``(rank, work, time)`` of the ranks that measured something; ranks without
+        work or time are omitted.
 
     Raises:
-        ConfigError: a length is not ``world_size``, an amount of work is no
-            integer or negative, a time negative, not finite or absurd; the message
-            names the rank.
+        ConfigError: a length is not ``world_size``, an amount of work is negative or
+            no integer, or a time is negative, not finite or absurd; the message names
+            the rank.
     """
     for name, values in ((work_name, work), (time_name, times)):
         if len(values) != world_size:

@@ -1,9 +1,9 @@
 """Ends of windows: the batch boundary of each rank, and anchors that align them. Pure.
 
-A blocking window loses on each rank the part of a batch by which its last boundary
-misses the common end. With 12.5 batches of the fast rank to 5 of the slow one half a
-batch is lost in every window, with 15 to 6 none is. El Che's anchor is what the
-overhead target asks for; a somewhat larger one may lose less.
+A blocking window loses on each rank the part of a batch between its last boundary and
+the common end. With 12.5 batches of the fast rank to 5 of the slow one, half a batch is
+lost in every window; with 15 to 6, none is. El Che's anchor meets the overhead target;
+a slightly larger anchor may lose less.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SLACK = 1.5
-"""An aligned anchor is at most so many times El Che's."""
+"""Largest factor of an aligned anchor over El Che's."""
 WORTH = 0.004
-"""A larger anchor must save at least this part of a window."""
+"""Least fraction of a window that a larger anchor must save."""
 
 
 def should_close(
@@ -21,19 +21,19 @@ def should_close(
 ) -> bool:
     """True if a window ends at this batch boundary.
 
-    It ends at the boundary nearest to its planned length: now, if one more batch
-    would end further from ``wall_s`` than now; when both are as near, one more
-    batch runs. Counts fixed beforehand lose 5 to 25 % to jitter; this does not.
+    It ends at the boundary nearest to its planned length: now, if another batch would
+    end further from ``wall_s`` than now. If both are equally near, another batch runs.
+    Fixed counts lose 5 to 25 % to jitter; this does not.
 
     Args:
-        elapsed_s: seconds since the window began.
-        batch_s: seconds that the next batch is expected to take.
-        wall_s: planned length of the window in seconds.
-        batches_done: batches that this rank finished in the window.
+        elapsed_s: time (s) since the window began.
+        batch_s: expected time (s) of the next batch.
+        wall_s: planned length of the window (s).
+        batches_done: number of batches that this rank finished in the window.
 
     Returns:
-        True when the window should end before another batch begins. Never
-        before one batch is done, and always once ``wall_s`` has passed.
+        True if the window should end before another batch begins. Never before one
+        batch is done, and always once ``wall_s`` has passed.
     """
     if batches_done < 1:
         return False
@@ -43,15 +43,15 @@ def should_close(
 
 
 def aligned_anchor(anchor: int, ms_per_batch: Sequence[float], max_anchor: int) -> int:
-    """The anchor with the least expected loss from ``anchor`` to half as much again.
+    """Returns the anchor of least expected loss, up to `SLACK` times ``anchor``.
 
     Args:
-        anchor: El Che's.
+        anchor: El Che's anchor.
         ms_per_batch: delivered milliseconds per batch of every rank, all positive.
-        max_anchor: the upper bound.
+        max_anchor: upper limit.
 
     Returns:
-        ``anchor`` itself unless another one saves more than 0.4 % of a window.
+        ``anchor`` itself unless another anchor saves more than 0.4 % of a window.
     """
     best, least = anchor, lost_share(anchor, ms_per_batch)
     for candidate in range(anchor + 1, min(int(anchor * SLACK), max_anchor) + 1):
@@ -62,7 +62,7 @@ def aligned_anchor(anchor: int, ms_per_batch: Sequence[float], max_anchor: int) 
 
 
 def lost_share(anchor: int, ms_per_batch: Sequence[float]) -> float:
-    """Part of all devices' time that they wait for a common end, 0 to 1.
+    """Returns the fraction of all devices' time spent waiting for a common end, 0 to 1.
 
     Each rank ends at its batch boundary nearest to ``anchor`` batches of the slowest.
     """

@@ -25,24 +25,23 @@ CHANGED_BETWEEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything but tensors that ranks compare.
+    """Everything that ranks compare except tensors.
 
     Attributes:
         config: the run's settings.
-        loader: what describes the data: length, batch size, and so on.
-        optimizer: class and hyperparameters of each optimizer that was handed over.
-        min_share_samples: least samples of a rank that has any, under ``sync``.
-        epochs: epochs of the run if known.
-        micro_batches: the loop runs a share above a rank's ``max_samples`` in several
-            parts, so that shares need not keep within it.
-        is_default: the policy was not named by the user, and windows could take its
-            place.
-        is_delayed: steps are taken one step late.
+        loader: description of the data: length, batch size, and so on.
+        optimizer: class and hyperparameters of each registered optimizer.
+        min_share_samples: least samples of a share that is not empty, under ``sync``.
+        epochs: number of epochs in the run, None if unknown.
+        micro_batches: the loop splits a share above a rank's ``max_samples`` into
+            several parts, so shares may exceed that limit.
+        is_default: the user named no policy, and windows are possible.
+        is_delayed: steps are applied one step late.
         is_stream: the data set is a stream.
         syncs_batchnorm: the model has SyncBatchNorm layers.
         software: versions that must be equal, by name.
-        own_sampler: class of a sampler that only the rank that draws from it has as it
-            is by now: no other could go on with it; "" for torch's own.
+        own_sampler: class of a sampler whose current state only the drawing rank has,
+            so that no other rank can continue it; "" for torch's own samplers.
     """
 
     config: RunConfig
@@ -59,19 +58,19 @@ class Settings:
     own_sampler: str = ""
 
     def cut_for(self, ranks: Collection[int]) -> BatchCut:
-        """Cut of global batches in windows of these ranks."""
+        """Returns how windows of these ranks cut global batches."""
         caps = () if self.micro_batches else map(self.config.cap_of, ranks)
         windows, least = self.config.windows, self.min_share_samples
         return local_cut(windows, len(ranks), least, caps)
 
     @property
     def optimizer_kind(self) -> str:
-        """Kind of the optimizers, as the convergence table has it."""
+        """Kind of the optimizers, as named in the convergence table."""
         classes = (k for k in self.optimizer if k.rpartition(".")[2] == "class")
         return optimizer_kind(str(self.optimizer[name]) for name in classes)
 
     def as_pairs(self) -> tuple[tuple[str, str], ...]:
-        """(name, JSON value) pairs, as a :class:`Join` carries them."""
+        """Returns (name, JSON value) pairs, the format of a :class:`Join`."""
         flat = dict(_flat("config", self.config.as_dict()))
         for group in _GROUPS:
             flat |= {f"{group}.{k}": v for k, v in getattr(self, group).items()}
@@ -84,7 +83,7 @@ _PLAIN = [each.name for each in fields(Settings) if each.name not in _GROUPS][1:
 
 
 def settings_of(join: Join) -> Settings:
-    """Reads back what :meth:`Settings.as_pairs` wrote."""
+    """Parses what :meth:`Settings.as_pairs` wrote."""
     flat = {name: json.loads(value) for name, value in join.settings}
 
     def part(prefix: str) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def settings_of(join: Join) -> Settings:
 
 
 def what_differs(joins: Sequence[Join]) -> str:
-    """Compares all ranks with rank 0; the differences in words, or ""."""
+    """Compares all ranks with rank 0; returns the difference as text, or ""."""
     first = joins[0]
     for join in joins[1:]:
         sizes = first.world_size, join.world_size
@@ -130,7 +129,7 @@ def what_differs(joins: Sequence[Join]) -> str:
 
 
 def disagreement(joins: Sequence[Join]) -> str:
-    """Reason why all ranks cannot train together; "" if they can."""
+    """Returns the reason why the ranks cannot train together; "" if they can."""
     if difference := what_differs(joins):
         return difference
     hints = settings_of(joins[0]).config.speed_hints
@@ -143,7 +142,7 @@ def disagreement(joins: Sequence[Join]) -> str:
 
 
 def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
-    """Difference between ranks at the beginning of an epoch, or ""."""
+    """Returns a difference between ranks that open an epoch as text, or ""."""
     lowest = min(opened)
     first = opened[lowest]
     for rank, other in sorted(opened.items()):
@@ -174,7 +173,7 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
 
 
 def left_before(opened: EpochOpened, left: Mapping[int, Left]) -> str:
-    """Reason why a rank cannot open an epoch after others have left the run."""
+    """Returns the reason why a rank cannot open an epoch after others have left."""
     for rank, last in sorted(left.items()):
         if last.batches and last.steps:
             per_step = last.samples / last.steps
@@ -199,7 +198,7 @@ def _steps_of(opened: EpochOpened) -> str:
 
 
 def _flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings by their names in full, such as ``config.windows.anchor``."""
+    """Yields settings by their full names, such as ``config.windows.anchor``."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}.{name}", value)

@@ -1,4 +1,4 @@
-"""The epochs of a run: all ranks open them, a policy decides in them. Pure."""
+"""Epochs of a run: all ranks open them, a policy decides inside them. Pure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Epochs:
     """Progress of a run through its epochs.
 
     Args:
-        chooser: owns the policy, which decides inside an epoch.
+        chooser: owner of the policy that decides inside an epoch.
         membership: ranks of the run.
-        story: records decisions.
+        story: log of decisions.
 
     Attributes:
-        ending: holds back the end of an epoch.
-        number: of the epoch begun last, -1 before the first.
-        is_under_way: whether it has not ended yet.
+        ending: handler of an epoch's end, which may be delayed.
+        number: number of the latest epoch, -1 before the first.
+        is_under_way: whether that epoch has not ended yet.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class Epochs:
 
     @property
     def is_paused(self) -> bool:
-        """True if all ranks wait to go on with an epoch that was cut."""
+        """True if all ranks wait to continue an epoch that was cut."""
         has_all = self._opened.keys() >= self._membership.ranks
         return self._before is not None and not self.is_under_way and has_all
 
     def cut(self, now_s: float) -> Steps:
-        """Has the epoch under way pause, as for a checkpoint."""
+        """Cuts the epoch under way, as for a checkpoint."""
         first = min(self._membership.ranks)
         return self.handle(EpochCut(rank=first, epoch=self.number), now_s)
 
     def open(self, event: EpochOpened, now_s: float) -> Steps:
-        """A rank asks for the next epoch; begins it if all have.
+        """Records a rank's request for an epoch; begins it after the last request.
 
-        One that has joined and opens it differently ends, and the others go on.
+        A newcomer that opens it differently is rejected, and the others continue.
 
         Raises:
-            MismatchError: ranks do not begin it alike.
-            ProtocolError: it is not the next one, or the rank has asked before.
+            MismatchError: ranks open the epoch differently.
+            ProtocolError: the epoch is not the next one, or was requested before.
         """
         if event.rank in self._membership.fresh:
             before = {r: each for r, each in self._opened.items() if r < event.rank}
@@ -107,7 +107,7 @@ class Epochs:
         if not self._opened.keys() >= ranks or self._membership.pending:
             return
         if self.is_paused and self._membership.awaits_cut:
-            return  # newcomers are taken in first
+            return  # newcomers are admitted first
         if self.is_under_way:
             raise ProtocolError(f"epoch {self.number} has not ended on every rank")
         if difference := opened_differently(self._opened):
@@ -115,13 +115,13 @@ class Epochs:
         speaker = self._opened[min(self._opened)]
         if not speaker.sizes:
             if self._membership.has_changed:
-                return  # it opens the epoch again when it has regrouped
+                return  # the rank opens the epoch again after the regroup
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
         rates = {opened.rates for opened in self._opened.values()}
         self.chooser.prepare(
             max(opened.probe_s for opened in self._opened.values()),
             now_s,
-            # In windows each rank's schedulers go on by themselves to the epoch's end.
+            # In windows each rank's schedulers run on alone to the epoch's end.
             alike=len(rates) == 1 and not speaker.continues,
         )
         self._membership.fresh.clear()
@@ -150,13 +150,13 @@ class Epochs:
         """Dispatches an event to the policy.
 
         Raises:
-            ProtocolError: there is no epoch that it could belong to.
+            ProtocolError: the event belongs to no epoch.
         """
         if not self.is_under_way:
             if isinstance(event, (EpochLeft, EpochCut, PassBegun)):
                 return iter(())
             if isinstance(event, WindowClosed) and event.epoch == self.number:
-                # Overlapped: an empty window begun before the last was over.
+                # Overlapped: an empty window that began before the last one ended.
                 return iter(())
             raise ProtocolError(f"{type(event).__name__} outside an epoch")
         if isinstance(event, EpochCut):
@@ -167,7 +167,7 @@ class Epochs:
             is_again, self._is_cut = self._is_cut, True
             self._is_end |= event.is_end
             if is_again or any(map(self.policy.has_left, self._membership.ranks)):
-                return iter(())  # it ends
+                return iter(())  # it ends already
         return self._settle(self.policy.handle(event, now_s), now_s)
 
     def _settle(self, outcome: Outcome, now_s: float) -> Steps:
@@ -200,15 +200,15 @@ class Epochs:
         yield from outcome.instructions
 
     def lose(self, rank: int) -> list[Instruction]:
-        """Removes a lost rank; returns instructions that waited for its fate."""
+        """Removes a lost rank; returns instructions held back until it reported."""
         self._opened.pop(rank, None)
         self.chooser.remove(rank)
         return self.ending.confirm(rank)
 
     def take_in(self, now_s: float) -> Steps:
-        """Takes in ranks that wait, where all pause, and cuts the epoch for that."""
+        """Admits ready newcomers where all ranks pause, after cutting the epoch."""
         membership = self._membership
-        # Before it is cut: an epoch may be granted whole.
+        # Before the cut, since the whole epoch may be granted already.
         yield from self.policy.make_room(membership.awaits_cut)
         if not membership.awaits_cut:
             return
@@ -222,7 +222,7 @@ class Epochs:
             yield from told
 
     def regrouped(self, now_s: float) -> Steps:
-        """All members have formed their group; the epoch's rest is cut for them."""
+        """Continues after all members have formed their group; may cut the epoch."""
         if not self.is_under_way:
             yield from self._begin_if_open(now_s)
             return
@@ -232,7 +232,7 @@ class Epochs:
             yield from self.cut(now_s)
 
     def waiting_to_open(self) -> str:
-        """Ranks that are missing to begin the next epoch, in words."""
+        """Names the ranks that have not opened the next epoch."""
         members = self._membership
         missing = sorted(members.ranks - set(self._opened))
         if members.is_short and not missing:

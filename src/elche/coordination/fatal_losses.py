@@ -1,4 +1,4 @@
-"""Losses of ranks that end a run, and the reason of each. Pure."""
+"""Losses of ranks that end a run, with their reasons. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from elche.coordination.agreement import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossLimits:
-    """Losses that a policy does not survive now.
+    """Losses that the policy cannot survive now.
 
     Attributes:
         sole_holders: ranks with state that no other rank has.
-        changing: ranks that are being excluded from steps, or come back. Each of the
-            others forms its group as it receives that, and some may not have yet.
-        has_breaks: loops have left the epoch early.
+        changing: ranks that are being excluded from steps, or return to them. The
+            others regroup at different times, so a loss now is not survived.
+        has_breaks: whether loops have left the epoch early.
     """
 
     sole_holders: Set[int] = frozenset()
@@ -31,14 +31,14 @@ class RunFacts:
     """Facts that decide whether the run survives the loss of a rank.
 
     Attributes:
-        has_launcher: a launcher of elche's ends the processes of lost ranks.
-        has_default_group: the script has formed torch.distributed's default group.
-        settings: agreed on by the ranks; None before they have joined.
-        devices: of the ranks that the run began with.
-        ranks: of the run, also those that have left it in order.
-        has_left: some of them have.
-        epoch: begun last, -1 before the first.
-        limits: of the policy now.
+        has_launcher: whether elche's launcher ends the processes of lost ranks.
+        has_default_group: whether the script formed torch.distributed's default group.
+        settings: settings that the ranks agreed on; None before they have joined.
+        devices: devices of the ranks that the run began with.
+        ranks: ranks of the run, including those that have left in order.
+        has_left: whether some of them have left.
+        epoch: number of the latest epoch, -1 before the first.
+        limits: the policy's current limits.
     """
 
     has_launcher: bool
@@ -52,9 +52,9 @@ class RunFacts:
 
 
 def fatal_setting(facts: RunFacts) -> str:
-    """Names the setting by which the loss of any rank ends the run; "" if none does.
+    """Names the setting that makes the loss of any rank fatal; "" if none does.
 
-    It follows "the death of a rank ends" or "none can join".
+    The text completes "the death of a rank ends" and "none can join".
     """
     if not facts.has_launcher:
         return "a run without a launcher of elche's"
@@ -85,7 +85,7 @@ def fatal_setting(facts: RunFacts) -> str:
 
 
 def fatal_loss(rank: int, facts: RunFacts) -> str:
-    """Decides whether the loss of a rank ends the run now, and why; "" if not."""
+    """Returns the reason why the loss of a rank ends the run now; "" if it does not."""
     if setting := fatal_setting(facts):
         return f"the death of a rank ends {setting}"
     limits, changing = facts.limits, [*facts.limits.changing]
@@ -113,5 +113,5 @@ def fatal_loss(rank: int, facts: RunFacts) -> str:
 
 
 def _first(*cases: tuple[bool, str]) -> str:
-    """The reason of the first case that holds."""
+    """Returns the reason of the first case that holds, or ""."""
     return next((reason for holds, reason in cases if holds), "")

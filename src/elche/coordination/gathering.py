@@ -9,7 +9,7 @@ from elche.coordination.protocol.events import BarrierReached, EpochOpened, Even
 from elche.coordination.protocol.instructions import BarrierPassed, Instruction
 
 WELL_AFTER_S = 1.0
-"""Time (s) after a loop's end by which an uncaught exception is reported."""
+"""Delay (s) after a loop's end within which an uncaught exception is reported."""
 
 
 class Barriers:
@@ -19,23 +19,23 @@ class Barriers:
         self._there: dict[str, dict[int, BarrierReached]] = {}
 
     def __bool__(self) -> bool:
-        """True if anybody waits."""
+        """True if any rank waits."""
         return bool(self._there)
 
     def reach(self, event: BarrierReached) -> None:
-        """A rank has come."""
+        """Records a rank's arrival at a barrier."""
         self._there.setdefault(event.name, {})[event.rank] = event
 
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """Removes a lost rank from all barriers."""
         for there in self._there.values():
             there.pop(rank, None)
 
     def passed(self, members: Set[int]) -> list[Instruction]:
-        """Lets all pass where all members have come, with the first one's text.
+        """Releases barriers that all members have reached, with the first rank's text.
 
         Raises:
-            MismatchError: their models differ.
+            MismatchError: the ranks' models differ.
         """
         told: list[Instruction] = []
         for name, there in [*self._there.items()]:
@@ -51,19 +51,19 @@ class Barriers:
         return told
 
     def waiting_for(self, members: Set[int]) -> str:
-        """Ranks that are missing at the first collective, in words."""
+        """Names the ranks missing at the first barrier."""
         name, there = next(iter(self._there.items()))
         return f"ranks {sorted(members - there.keys())} at barrier {name!r}"
 
 
 class EpochEnding:
-    """Ends an epoch on ranks that did not leave it only when the others are well.
+    """Ends an epoch on staying ranks only once the leaving ranks are known to live.
 
     A loop that breaks and a loop that raises look alike at first. The rank's next
-    message tells them apart, or ``WELL_AFTER_S`` without a failure.
+    message tells them apart, as do ``WELL_AFTER_S`` seconds without a failure.
 
     Attributes:
-        held: instructions that ranks have not received yet.
+        held: instructions that are held back.
     """
 
     def __init__(self) -> None:
@@ -82,20 +82,20 @@ class EpochEnding:
         return [one for one in told if one.rank in left]
 
     def heard(self, event: Event) -> list[Instruction]:
-        """Held back instructions, once every rank that left has reported again."""
+        """Releases held instructions once every rank that left has reported again."""
         if self.held and isinstance(event, (EpochOpened, BarrierReached, Left)):
             return self.confirm(event.rank)
         return []
 
     def release(self, now_s: float) -> list[Instruction]:
-        """Held back instructions, once their delay is over."""
+        """Releases held instructions once their delay is over."""
         if not self.held or now_s - self._since_s < WELL_AFTER_S:
             return []
         self._unconfirmed = set()
         return self.confirm(-1)
 
     def confirm(self, rank: int) -> list[Instruction]:
-        """A rank is well, or gone; what was held back if it was the last."""
+        """Notes that a rank lives or is lost; releases instructions after the last."""
         self._unconfirmed.discard(rank)
         if self._unconfirmed:
             return []

@@ -1,13 +1,13 @@
 """The coordinator's state as a function of its journal. Pure.
 
-Every change of the core is an `Entry`: sender, input and time. A `RunRecord` that
+Every change of the core is an `Entry`: source, input and time. A `RunRecord` that
 replays another's entries in order reaches the same state and sends each rank the same
-instructions. Ranks and coordinator count the messages that they have received from each
-other, and keep those that are not acknowledged. So a restarted coordinator resumes each
-rank's stream where it stopped.
+instructions. Ranks and coordinator count the messages received from each other, and
+keep those they sent until acknowledged. So a restarted coordinator resumes each rank's
+stream where it stopped.
 
-The launcher keeps the journal (write-ahead): an entry is written before the
-instructions that follow from it are sent. So no rank knows more than the journal.
+The launcher keeps the journal (write-ahead): an entry is written before its
+instructions are sent. So no rank is ahead of the journal.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LAUNCHER: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Event that the coordinator received.
+    """One input of the coordinator.
 
     Attributes:
-        source: the rank in whose stream it came, or `LAUNCHER`; both are counted. None:
-            the coordinator's own shell saw it.
-        what: an event, or another thing that is to be remembered.
-        now_s: when.
+        source: rank whose stream delivered it, or `LAUNCHER`; both are counted.
+            None for events of the coordinator's own shell.
+        what: an event, or other input to record.
+        now_s: time of receipt.
     """
 
     source: int | None
@@ -46,10 +46,10 @@ class RankStream:
     """One rank's messages in both directions.
 
     Attributes:
-        name: by which the rank knows it again.
-        taken: messages of the rank that were taken.
-        acknowledged: so many of them as the rank was told.
-        told: instructions to it that it may lack.
+        name: stream name, by which a rank is recognised when it reconnects.
+        taken: number of messages received from the rank.
+        acknowledged: number of them acknowledged to the rank.
+        told: instructions that the rank may not have received.
     """
 
     name: str
@@ -60,19 +60,19 @@ class RankStream:
 
 @final
 class RunRecord:
-    """All that a coordinator must not forget.
+    """State that a coordinator must keep over a restart.
 
     Args:
-        world_size: ranks of the run.
+        world_size: number of ranks in the run.
         survives: as for `Coordinator`.
 
     Attributes:
-        core: the decisions.
-        streams: of ranks that can reconnect, once they have connected.
+        core: the coordination core.
+        streams: streams of ranks that can reconnect, by rank.
         store: rendezvous values.
-        commands: inputs of the launcher that were taken.
-        end: what ended the run early, if anything has.
-        now_s: when the last entry was taken.
+        commands: number of inputs received from the launcher.
+        end: what ended the run early, if anything did.
+        now_s: time of the last entry.
     """
 
     def __init__(self, world_size: int, *, survives: bool) -> None:
@@ -101,11 +101,11 @@ class RunRecord:
         return []
 
     def clock_s(self, wall_s: float, host_s: float) -> float:
-        """The run's clock less a host's: a pause between coordinators is part of it."""
+        """Returns the run clock's offset to a host's; coordinator restarts count."""
         return max(self.now_s, wall_s) - host_s
 
     def expects(self, rank: int) -> bool:
-        """Returns True if a rank of this number may come, or join a run that grows."""
+        """Returns True if this rank may connect, or join a run that grows."""
         return rank >= 0 and (rank < self._world_size or self._grows)
 
     def replay(self, entries: Sequence[Entry]) -> None:

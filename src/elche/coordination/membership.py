@@ -33,10 +33,10 @@ _OF_NO_RANK = Interrupted, Tick
 
 
 class RankState(Enum):
-    """States of a rank, as the membership has it, and the end of its run."""
+    """States of a rank, as the membership records them, and the end of its run."""
 
-    WAITING = "waiting"  # to be taken into the run
-    NEW = "new"  # taken in, and has not trained yet
+    WAITING = "waiting"  # newcomer, not admitted to the run yet
+    NEW = "new"  # admitted, has not trained yet
     MEMBER = "member"
     LEFT = "left"
     LOST = "lost"
@@ -60,8 +60,8 @@ member   silent        lost          member
 left     failed        ended         ended
 left     disconnected  left          left
 left     silent        left          left"""
-"""The next state of a rank by its state and cause: where the run survives its loss, and
-where it does not. A rank that is lost is in the run no more; `ENDED` is the run's.
+"""Next state of a rank by its state and cause: if the run survives its loss, and if
+not. A lost rank is no longer in the run; `ENDED` ends the run.
 """
 TRANSITIONS: Final = {
     (RankState(state), cause): (RankState(survived), RankState(fatal))
@@ -70,23 +70,23 @@ TRANSITIONS: Final = {
 
 
 class Membership:
-    """The ranks of one run after another: when all have left, they may begin again.
+    """Ranks of successive runs: when all have left, the same ranks may begin again.
 
     Args:
-        world_size: ranks that a run begins with.
-        grows: ranks that are not of the run may join it where an epoch is cut.
+        world_size: number of ranks that a run begins with.
+        grows: whether newcomers may join the run where an epoch is cut.
 
     Attributes:
-        ranks: that are in the run now, also those that have left it in order.
+        ranks: ranks in the run now, including those that have left it in order.
         left: ranks that have left in order, with the last event of each.
-        min_ranks: a cut epoch pauses while the run has fewer ranks.
-        generation: number of their group; each change of the membership begins the
-            next.
+        min_ranks: least number of ranks; a cut epoch pauses while there are fewer.
+        generation: number of the group; each membership change begins the next
+            generation.
         newcomers: ranks that wait to join.
         ready: newcomers that can join when the epoch is cut.
-        fresh: members that have joined and do not train yet.
+        fresh: members that have joined but do not train yet.
         pending: members that have not formed the group yet.
-        reduced: the last window whose result each member reports to hold.
+        reduced: last window whose result each member reports to hold.
     """
 
     def __init__(self, world_size: int, *, grows: bool) -> None:
@@ -119,12 +119,12 @@ class Membership:
 
     @property
     def is_joining(self) -> bool:
-        """True if some have, and are waiting for the others."""
+        """True if some ranks have joined and are waiting for the others."""
         return 0 < len(self._joins) < self._world_size
 
     @property
     def has_changed(self) -> bool:
-        """True if other ranks take part than at the start."""
+        """True if the ranks are not those that the run began with."""
         return self.generation > self._first_generation
 
     @property
@@ -133,7 +133,7 @@ class Membership:
         return sorted(self.ranks - set(self._joins))
 
     def hears(self, event: Event) -> bool:
-        """True if events of this rank count; one that waits to join may go."""
+        """True if events of this rank are accepted; newcomers send only some kinds."""
         if isinstance(event, _OF_NO_RANK) or event.rank in self.ranks:
             return True
         if isinstance(event, (Failed, JoinReady, Left, RankLost)):
@@ -141,7 +141,7 @@ class Membership:
         return isinstance(event, Join) and self._grows and event.rank >= 0
 
     def state_of(self, rank: int) -> RankState:
-        """State of a rank whose events count."""
+        """Returns the state of a rank whose events are accepted."""
         if rank in self.left:
             return RankState.LEFT
         if rank in self.fresh:
@@ -149,10 +149,10 @@ class Membership:
         return RankState.MEMBER if rank in self.ranks else RankState.WAITING
 
     def take(self, join: Join) -> str:
-        """A rank of the run joins; returns what does not fit, or "".
+        """Records a rank that joins at the start; returns a mismatch, or "".
 
         Raises:
-            ProtocolError: it has joined already.
+            ProtocolError: the rank has joined already.
         """
         if join.rank in self._joins:
             raise ProtocolError(f"rank {join.rank} cannot join again")
@@ -170,14 +170,14 @@ class Membership:
         return {rank: join.device for rank, join in self._joins.items()}
 
     def joined(self) -> list[Join]:
-        """Join messages of the ranks that the run begins with, in order."""
+        """Returns the join messages of the run's first ranks, in order."""
         return [self._joins[rank] for rank in range(self._world_size)]
 
     def begin(self, *, survives: bool) -> list[Welcome]:
-        """All are there and agree: the first generation begins.
+        """Begins the first generation, since all ranks have joined and agree.
 
         Args:
-            survives: the run continues without ranks that are lost.
+            survives: whether the run continues without ranks that are lost.
         """
         self._survives = survives
         self.generation += 1
@@ -194,14 +194,14 @@ class Membership:
         return early
 
     def lose(self, rank: int) -> list[Instruction]:
-        """A rank is gone: the others form a new group without it."""
+        """Removes a lost rank; the others form a new group without it."""
         self.ranks.discard(rank)
         self.fresh.discard(rank)
         self._change(self.ranks)
         return self._regroup(self.ranks, left=(rank,))
 
     def leave(self, event: Left) -> list[Instruction]:
-        """A rank goes in order: a group that forms is formed without it."""
+        """Records a rank that leaves in order; a group being formed excludes it."""
         self.left[event.rank] = event
         stay = self.ranks - self.left.keys()
         if event.rank not in self.pending or not stay:
@@ -210,7 +210,7 @@ class Membership:
         return self._regroup(stay, left=(event.rank,), in_order=True)
 
     def greet(self, join: Join, why_closed: str) -> list[Instruction]:
-        """A rank asks to join where an epoch is cut: it waits, if it may and fits."""
+        """Answers a newcomer's request to join: queues the rank, or rejects it."""
         if join.version != PROTOCOL_VERSION:
             why_closed = (
                 f"it uses protocol version {join.version}, not {PROTOCOL_VERSION}"
@@ -227,12 +227,12 @@ class Membership:
 
     @property
     def is_short(self) -> bool:
-        """True if fewer ranks are there than there must be."""
+        """True if there are fewer ranks than `min_ranks`."""
         return len(self.ranks) < self.min_ranks
 
     @property
     def awaits_cut(self) -> bool:
-        """True if ranks wait to be taken in, or are waited for, in a cut epoch."""
+        """True if newcomers are ready, or needed, and the epoch may be cut for them."""
         is_wanted = bool(self.ready) or self.is_short
         return is_wanted and not (self.left or self.pending)
 
@@ -264,10 +264,10 @@ class Membership:
         ]
 
     def arrive(self, event: Regrouped) -> bool:
-        """A member is in the group that forms; True when it was the last one.
+        """Records that a member is in the new group; returns True after the last one.
 
         Raises:
-            ProtocolError: it is no pending member of this group.
+            ProtocolError: the rank is no pending member of this group.
         """
         if event.generation < self.generation:
             return False  # the membership has changed again meanwhile
@@ -297,7 +297,7 @@ class Membership:
         joined: tuple[int, ...] = (),
         in_order: bool = False,
     ) -> list[Instruction]:
-        """`Regroup` for these ranks: form the group of this generation."""
+        """Returns `Regroup` instructions for these ranks and this generation."""
         return [
             Regroup(
                 rank=rank,
@@ -310,7 +310,7 @@ class Membership:
         ]
 
     def check(self) -> None:
-        """Asserts that all have joined, and that the group is of members."""
+        """Asserts that all ranks have joined, and that pending ranks are in the run."""
         assert len(self.ranks) <= len(self._joins)
         assert not self.pending - self.ranks
 
@@ -325,27 +325,27 @@ class Membership:
 
 
 def as_members(joins: Sequence[Join]) -> list[Member]:
-    """Members as a policy knows them."""
+    """Converts joins to the members that a policy uses."""
     return [Member(join.rank, join.device, join.horizon_batches) for join in joins]
 
 
 def refusal(rank: int, difference: str) -> Abort:
-    """Rejection of a newcomer, with the reason; the run continues."""
+    """Returns the rejection of a newcomer, with the reason; the run continues."""
     return Abort(rank=rank, reason=difference, kind="mismatch")
 
 
 def cause_of(event: Left | Failed | RankLost) -> str:
-    """The cause by which a rank goes."""
+    """Returns the cause of a rank's departure, as named in `TABLE`."""
     if isinstance(event, RankLost):
         return "silent" if event.silent_s else "disconnected"
     return "left" if isinstance(event, Left) else "failed"
 
 
 def next_state(state: RankState, cause: str, *, survives: bool) -> RankState:
-    """The state of a rank that goes; ``survives``: the run continues without it.
+    """Returns the state after a departure; ``survives``: the run can go without it.
 
     Raises:
-        TransitionError: such a rank cannot go so.
+        TransitionError: `TABLE` has no such transition.
     """
     if (state, cause) not in TRANSITIONS:
         why = f"expected a transition of the table, got {state.value} and {cause}"

@@ -19,19 +19,18 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.protocol.messages import Runs
 
 Steps: TypeAlias = Iterator[Instruction]
-"""Instructions, each decided on when it is asked for: to be run to the end before
-anything else is decided.
+"""Instructions, each decided when it is requested; exhaust the iterator before the
+next decision.
 """
 
 TABLE_RANKS = 64
-"""In larger runs only the first rank receives each rank's figures, the others totals.
-
-A table for each of 10,000 ranks would be three gigabytes at every epoch's end.
+"""Most ranks for which every rank receives each rank's metrics; beyond it, all but the
+first receive totals. Tables for 10,000 ranks would take 3 GB at every epoch's end.
 """
 
 
 class EpochTotals:
-    """Work of the ranks in an epoch, for its reports."""
+    """Sums of the ranks' work in an epoch, for its reports."""
 
     def __init__(self, epoch: int, world_size: int, now_s: float) -> None:
         self._epoch = epoch
@@ -42,20 +41,20 @@ class EpochTotals:
         self._before: MetricsBook | None = None
 
     def follow(self, before: EpochTotals) -> None:
-        """Another part of the same epoch came before: metrics are of both."""
+        """Continues an earlier part of the same epoch, so that metrics cover both."""
         self._before = before._book
 
     def add(self, window: int, report: RankReport) -> None:
-        """Counts work that a rank reported."""
+        """Adds work that a rank reported."""
         self._book.add(window, report)
 
     @property
     def samples(self) -> int:
-        """Counted so far, without what was discarded."""
+        """Samples counted so far, without discarded ones."""
         return self._book.samples
 
     def discard(self, window: int, rank: int, samples: int) -> None:
-        """Samples that were counted are in no model: they count for themselves."""
+        """Moves counted samples to the discarded ones: they are in no model."""
         if samples:
             report = RankReport(rank=rank, samples=-samples, discarded_samples=samples)
             self.add(window, report)
@@ -63,7 +62,7 @@ class EpochTotals:
     def close_window(
         self, window: int, now_s: float, reader: int, sync_s: float, count: int = 1
     ) -> MetricsReported:
-        """Ends a window; its metrics, for one rank.
+        """Closes a window; returns its metrics for the rank ``reader``.
 
         Its ``count`` synchronisations took ``sync_s`` seconds.
         """
@@ -77,7 +76,7 @@ class EpochTotals:
     def end_epoch(
         self, ranks: Sequence[int], now_s: float, anchor: int
     ) -> Iterator[Instruction]:
-        """Metrics (in large runs totals, see `TABLE_RANKS`) and end of the epoch."""
+        """Yields the epoch's metrics (or totals, see `TABLE_RANKS`) and its end."""
         samples, metrics = self.samples, self._book.end_epoch(now_s, self._before)
         is_large = len(metrics.rank_samples) > TABLE_RANKS
         whole = metrics.to_json()
@@ -100,7 +99,7 @@ class EpochTotals:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank as it presented itself."""
+    """A rank, with the facts from its `Join`."""
 
     rank: int
     device: str
@@ -109,7 +108,7 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """Answer of a policy: instructions, and if and why the epoch is over."""
+    """A policy's result: instructions, whether the epoch is over, and notes."""
 
     instructions: list[Instruction] = field(default_factory=list)
     epoch_over: bool = False
@@ -125,12 +124,12 @@ class Policy(ABC):
     """Cut of the epoch's batches."""
 
     def make_room(self, wanted: bool) -> list[Instruction]:
-        """Ranks wait to be taken in, or no more: what is begun, or not, for that."""
+        """Stops granting work while newcomers wait (``wanted``), and resumes after."""
         return []
 
     @property
     def first_window(self) -> int:
-        """The number of the next window."""
+        """Number of the next window."""
         return 0
 
     @property
@@ -141,26 +140,26 @@ class Policy(ABC):
     @property
     @abstractmethod
     def positions_left(self) -> Runs:
-        """Untrained positions of an epoch that was cut or left."""
+        """Untrained positions of an epoch that was cut or left early."""
 
     @property
     def loss_limits(self) -> LossLimits:
-        """Losses of ranks that end the run now."""
+        """Losses of ranks that would end the run now."""
         return LossLimits()
 
     @property
     def is_cut(self) -> bool:
-        """True if the policy itself has ended the epoch with some of it left."""
+        """True if the policy itself ended the epoch before all was trained."""
         return False
 
     @property
     def is_outdated(self) -> bool:
-        """True if the epoch's batches were cut for other ranks than are there now."""
+        """True if batches were cut for other ranks than the present ones."""
         return False
 
     @property
     def steps_left(self) -> int:
-        """In how many global batches that is to be cut; 0: as the epoch was."""
+        """Number of global batches for the rest; 0: batches stay as they were."""
         return 0
 
     @abstractmethod
@@ -169,7 +168,7 @@ class Policy(ABC):
 
     @abstractmethod
     def handle(self, event: Event, now_s: float) -> Outcome:
-        """Takes an event of the epoch under way."""
+        """Handles an event of the epoch under way."""
 
     @abstractmethod
     def check(self) -> None:
@@ -177,18 +176,18 @@ class Policy(ABC):
 
     @abstractmethod
     def remove(self, rank: int) -> None:
-        """A rank is gone; nothing is begun until :meth:`regrouped`."""
+        """Removes a lost rank; starts nothing until :meth:`regrouped`."""
 
     @abstractmethod
     def add(self, member: Member) -> None:
-        """A rank joins, before an epoch or the rest of one begins."""
+        """Adds a rank before an epoch, or the rest of one, begins."""
 
     def arrived(self, rank: int, lost: Runs) -> None:  # noqa: B027
-        """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
+        """Notes a member of the new group before :meth:`regrouped`; see `Regrouped`."""
 
     @abstractmethod
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """All members have formed their group; ``reduced`` is each one's result."""
+        """Resumes after all members have formed their group with these results."""
 
     @abstractmethod
     def has_left(self, rank: int) -> bool:
@@ -196,19 +195,19 @@ class Policy(ABC):
 
     @abstractmethod
     def waiting_for(self) -> str:
-        """Whom the run waits for now, in words."""
+        """Names the ranks that the run waits for now."""
 
 
 class PolicyChooser:
-    """Owner of a run's policy; this one keeps the policy that it is given.
+    """Owner of a run's policy; this class keeps the given policy throughout.
 
     Args:
-        policy: decides inside the epochs.
+        policy: policy that decides inside the epochs.
 
     Attributes:
         policy: the policy in force.
-        state_from: rank whose optimizer state all take before the epoch; None: each
-            has its own.
+        state_from: rank whose optimizer state all ranks copy before the epoch; None if
+            each has its own.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -221,10 +220,10 @@ class PolicyChooser:
         return self.policy.loss_limits
 
     def prepare(self, sync_s: float, now_s: float, *, alike: bool) -> None:
-        """An epoch, or the rest of one, is about to begin: the policy may change.
+        """May change the policy for the next epoch, or for the rest of one.
 
-        A reduction takes ``sync_s`` where ranks measured it; ``alike``: all ranks'
-        optimizers would take the same step.
+        ``sync_s`` is the measured time (s) of a reduction, or 0.0; ``alike``: all
+        ranks' optimizers would take the same step.
         """
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
@@ -232,9 +231,9 @@ class PolicyChooser:
         return self.policy.begin_epoch(epoch, sizes, now_s)
 
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """Removes a lost rank."""
         self.policy.remove(rank)
 
     def add(self, member: Member) -> None:
-        """A rank joins, before an epoch or the rest of one begins."""
+        """Adds a rank before an epoch, or the rest of one, begins."""
         self.policy.add(member)

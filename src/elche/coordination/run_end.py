@@ -1,4 +1,4 @@
-"""Ends of a run: its deadline, its abort. Pure."""
+"""Ends of a run: deadline and abort. Pure."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from elche.errors import (
 )
 
 PAUSED_S = 5.0
-"""Longest time between ticks; over it the coordinator was stopped, and no rank late."""
+"""Longest time (s) between ticks; beyond it the coordinator itself was paused."""
 
 
 @final
 class Deadline:
-    """Whom ranks wait for, since when nothing has come of them, and how long at most.
+    """Deadline of ranks that others wait for: the last message and the timeout.
 
     Attributes:
-        timeout_s: longest time for which ranks are waited for.
-        heard_s: when something came last.
+        timeout_s: longest wait for ranks.
+        heard_s: time of the last message.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Deadline:
         self._ticked_s: float | None = None
 
     def since_s(self, epochs: Epochs | None) -> float | None:
-        """Since when nothing has come of ranks that others wait for; None: not so."""
+        """Returns the last message's time if ranks wait for others, else None."""
         return self.heard_s if self._is_waiting(epochs) else None
 
     def exceeded(self, epochs: Epochs | None, now_s: float) -> str:
-        """Time has passed; what was waited for too long, in words, or ""."""
+        """Checks the deadline at a tick; returns the overdue wait as text, or ""."""
         since_s = self.since_s(epochs)
         ticked_s, self._ticked_s = self._ticked_s, now_s
         was_paused = ticked_s is not None and now_s - ticked_s > PAUSED_S
@@ -67,7 +67,7 @@ class Deadline:
         )
 
     def _is_waiting(self, epochs: Epochs | None) -> bool:
-        """True if somebody waits for somebody: between epochs ranks may be idle."""
+        """True if any rank waits for another; between epochs ranks may be idle."""
         if self._membership.is_joining or self._barriers:
             return True
         return epochs is not None and bool(
@@ -75,7 +75,7 @@ class Deadline:
         )
 
     def doing(self, epochs: Epochs | None) -> str:
-        """Current activity of the run, in words."""
+        """Describes the run's current activity."""
         if epochs is None and not self._membership.is_joining:
             return "in a Pipeline, or before elche.setup"
         if epochs is None:
@@ -91,7 +91,7 @@ class Deadline:
 
 @final
 class RunEnd:
-    """The abort of a run, which every rank receives."""
+    """Abort of a run, which is sent to every rank."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -105,11 +105,11 @@ class RunEnd:
     def abort(
         self, reason: str, rank: int | None = None, kind: str = "remote"
     ) -> list[Instruction]:
-        """Ends the run, because of a rank if it is one's fault."""
+        """Ends the run; ``rank`` is the rank that caused it, if one did."""
         return self._send(Abort(rank=-1, reason=reason, failed_rank=rank, kind=kind))
 
     def fail(self, event: Failed) -> list[Instruction]:
-        """Ends the run as a rank has ended."""
+        """Ends the run because a rank has failed."""
         how = "failed:" if event.exit_code is None else "called"
         return self._send(
             Abort(
@@ -122,7 +122,7 @@ class RunEnd:
         )
 
     def refuse(self, error: Exception, story: list[str]) -> list[Instruction]:
-        """Ends the run for an event that nothing can be decided on."""
+        """Ends the run because of an event that raised an error."""
         if isinstance(error, MismatchError | ConfigError):
             is_config = isinstance(error, ConfigError)
             return self.abort(str(error), kind="config" if is_config else "mismatch")
@@ -141,14 +141,14 @@ class RunEnd:
         return self.abort(str(TransitionError(what, story)), kind="protocol")
 
     def _send(self, abort: Abort) -> list[Instruction]:
-        """To every rank, and to those that wait to join."""
+        """Sends an abort to every rank, and to those that wait to join."""
         self._sent = abort
         waiting = {refused.rank for refused in self._membership.turn_away()}
         told = sorted(self._membership.ranks | waiting)
         return [replace(abort, rank=rank) for rank in told]
 
     def answer(self, event: Event) -> list[Instruction]:
-        """Instructions for an event after the end."""
+        """Returns instructions for an event after the end."""
         if isinstance(event, (Left, RankLost)):
             self._membership.left[event.rank] = Left(rank=event.rank)
         elif isinstance(event, (Join, EpochOpened, BarrierReached)):

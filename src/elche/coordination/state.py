@@ -1,16 +1,15 @@
 """The coordination core: ``handle(event, now_s) -> instructions``.
 
-Who takes part is in `elche.coordination.membership`, epochs in
-`elche.coordination.epochs`, what happens inside one is its policy's, and how a run ends
-is in `elche.coordination.run_end`; here is what each event means to them. The core
-never reads a clock and never does I/O: the shell
-(`elche.runtime.process.coordinator`) feeds it and carries out what it answers. Each
-decision leaves a line in the story, which every error prints.
+`elche.coordination.membership` holds the ranks, `elche.coordination.epochs` the epochs,
+a policy decides inside an epoch, and `elche.coordination.run_end` ends a run. This
+module dispatches each event to them. The core never reads a clock and never does I/O:
+the shell (`elche.runtime.process.coordinator`) passes in events and executes the
+instructions. Each decision is logged in the story, which every error prints.
 
-A rank goes by one path (`Coordinator._gone`), whatever the cause: `fatal_loss` decides
-whether the run survives the loss, and `membership.TABLE` what follows from it. Nothing
-follows where the state stays. A connection that ends when others have left and all is
-committed counts as left; what ranks send that are lost counts as nothing.
+Every departure of a rank takes one path (`Coordinator._gone`), whatever the cause:
+`fatal_loss` decides whether the run survives it, and `membership.TABLE` gives the next
+state. An unchanged state has no consequence. If a connection ends when others have left
+and all is committed, that rank counts as left; messages of lost ranks are ignored.
 """
 
 from __future__ import annotations
@@ -66,17 +65,18 @@ _Told: TypeAlias = Iterable[Instruction]
 
 
 class Coordinator:
-    """One run's decisions.
+    """Coordinator of one run: turns events into instructions.
 
     Args:
-        world_size: ranks of the run.
-        timeout_s: deadline for ranks to join, until their configuration says its own.
-        survives: continue without a rank that is lost, once epochs have begun, where
-            the settings can, and take in new ones where an epoch is cut.
+        world_size: number of ranks in the run.
+        timeout_s: deadline (s) for ranks to join, until their configuration sets its
+            own.
+        survives: continue without lost ranks once epochs have begun, and admit new
+            ranks where an epoch is cut, if the settings allow it.
 
     Attributes:
-        lost: ranks that are gone, and the run went on.
-        silent: those of them that were silent, and had to be killed.
+        lost: lost ranks that the run survived.
+        silent: lost ranks that were silent, and had to be killed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Coordinator:
 
     @property
     def is_finished(self) -> bool:
-        """True when every rank has left."""
+        """True if every rank has left."""
         return self._membership.is_finished
 
     @property
@@ -122,12 +122,12 @@ class Coordinator:
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Since when nothing has come of ranks that others wait for; None: not so."""
+        """Time of the last message if ranks wait for others; None if none waits."""
         return self._deadline.since_s(self._epochs)
 
     @property
     def doing(self) -> str:
-        """Current activity of the run, in words."""
+        """Description of the run's current activity."""
         return self._deadline.doing(self._epochs)
 
     @property
@@ -144,11 +144,11 @@ class Coordinator:
         return f"none can join {setting}" if setting else ""
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Takes one event and answers what is to be done.
+        """Handles one event; returns the instructions to send.
 
-        Errors of a worker's making (a claim of work that it was not given, a message
-        out of turn) end the run with an :class:`Abort` to every rank, as does a
-        decision that cannot be made; nothing is raised at the shell.
+        Errors of a worker (a false claim of work, a message out of turn) end the run
+        with an :class:`Abort` to every rank. So does a failed decision. No
+        exception reaches the shell.
         """
         self._story.heard(event, now_s)
         if not self._membership.hears(event):
@@ -175,11 +175,11 @@ class Coordinator:
             yield from self._epochs.take_in(now_s)
 
     def story(self, rank: int | None = None) -> list[str]:
-        """Recent messages from and to a rank; of all ranks when None."""
+        """Returns recent messages from and to a rank; of all ranks if None."""
         return self._story.of_rank(rank)
 
     def lease_story(self, batch: int, epoch: int | None = None) -> list[str]:
-        """Ranks that leased and trained a batch; None is the epoch begun last."""
+        """Returns messages that leased or trained a batch; None is the latest epoch."""
         if epoch is None:
             epoch = -1 if self._epochs is None else self._epochs.number
         return self._story.of_batch(batch, epoch)
@@ -199,7 +199,7 @@ class Coordinator:
                 f"rank {event.rank} uses protocol version {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
-        if event.rank in self._membership.left:  # too early for the next run
+        if event.rank in self._membership.left:  # early for the next run
             self._membership.early.append(event)
             return self._go_on_after_end(now_s) if self.is_finished else []
         if difference := self._membership.take(event):
@@ -207,14 +207,14 @@ class Coordinator:
         return self._begin_run() if self._membership.is_complete else []
 
     def _be_ready(self, event: JoinReady, now_s: float) -> list[Instruction]:
-        """A rank that waits to join: the epoch is cut for it."""
+        """Notes that a newcomer can join, so the epoch is cut for it."""
         if event.rank in self._membership.ranks:
             raise ProtocolError(f"rank {event.rank} is in the run")
         self._membership.ready.add(event.rank)
         return []
 
     def _begin_run(self) -> Steps:
-        """All ranks have joined."""
+        """Begins the run after all ranks have joined."""
         joins = self._membership.joined()
         if difference := disagreement(joins):
             yield from self._end.abort(difference, kind="mismatch")
@@ -236,7 +236,7 @@ class Coordinator:
         yield from self._membership.begin(survives=not self._fatal_setting)
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
-        """Every rank has left: the same processes may begin another run."""
+        """Starts another run of the same processes, if ranks have joined it already."""
         told = self._membership.turn_away()
         if self._membership.early:
             if self._membership.has_changed:
@@ -275,7 +275,7 @@ class Coordinator:
         return self._end.abort(f"interrupted: the launcher was sent {event.by}")
 
     def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
-        """A rank goes, whatever the cause; by `membership.TABLE`."""
+        """Handles a rank's departure, whatever the cause, by `membership.TABLE`."""
         rank, cause, membership = event.rank, cause_of(event), self._membership
         before, fatal = membership.state_of(rank), self._fatal_loss(rank)
         after = next_state(before, cause, survives=not fatal)
@@ -301,7 +301,7 @@ class Coordinator:
         )
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
-        """A rank has nothing more to do: an error if others wait for it."""
+        """Handles a rank that leaves in order; an error if others wait for it."""
         told = self._membership.leave(event)
         if self.is_finished:
             return self._go_on_after_end(now_s)
@@ -314,7 +314,7 @@ class Coordinator:
         return told
 
     def _lose(self, rank: int, cause: str, now_s: float) -> list[Instruction]:
-        """A rank is lost: the others form a new group without it."""
+        """Handles a lost rank: the others form a new group without it."""
         self.lost.add(rank)
         if cause == "silent":
             self.silent.add(rank)
@@ -324,11 +324,11 @@ class Coordinator:
         return [*told, *self._membership.lose(rank)]
 
     def survives(self, rank: int) -> bool:
-        """Returns True if the run would continue without a rank that is lost now."""
+        """Returns True if the run would survive the loss of this rank now."""
         return not self._fatal_loss(rank)
 
     def _fatal_loss(self, rank: int) -> str:
-        """The reason for which the loss of a rank ends the run; "" if it does not."""
+        """Returns the reason why a rank's loss ends the run; "" if it does not."""
         membership, epochs = self._membership, self._epochs
         facts = replace(
             self._run, ranks=membership.ranks, has_left=bool(membership.left)
@@ -340,7 +340,7 @@ class Coordinator:
 
     @property
     def _is_over(self) -> bool:
-        """Ranks have left in order, and all that was trained is committed."""
+        """True if ranks have left in order and all trained work is committed."""
         is_between = self._epochs is None or not self._epochs.is_under_way
         return not self._fatal_setting and bool(self._membership.left) and is_between
 
@@ -370,7 +370,7 @@ class Coordinator:
 
 
 def policy_chooser(members: Sequence[Member], settings: Settings) -> PolicyChooser:
-    """Owner of the policy that the settings name."""
+    """Creates the owner of the policy that the settings name."""
     config = settings.config
     if config.policy == "auto":
         return AutoChooser(members, settings)

@@ -9,17 +9,17 @@ from elche.coordination.protocol.events import BatchesDone, Event, StepsDone, Ti
 from elche.coordination.protocol.instructions import GrantBatches, Instruction
 
 STORY_ENTRIES = 50_000
-"""Some minutes of a busy run, in at most some 20 MB."""
+"""Log length: some minutes of a busy run, in about 20 MB at most."""
 COPIED_ENTRIES = 1_000
 """Newest entries kept in the snapshot for a restarted coordinator."""
 _LEASED = (BatchesDone, GrantBatches, StepsDone)
 
 
 class Story:
-    """The last messages and decisions of a run.
+    """Log of a run's latest messages and decisions.
 
-    Messages are kept as they are and put into words only when asked for, so keeping
-    them costs next to nothing.
+    Messages are stored as objects and formatted only on request, so that logging costs
+    almost nothing.
     """
 
     def __init__(self) -> None:
@@ -32,27 +32,27 @@ class Story:
         return {"_entries": deque(last, maxlen=STORY_ENTRIES)}
 
     def heard(self, event: Event, now_s: float) -> None:
-        """An event came; a tick leaves only what is done because of it."""
+        """Logs a received event; a tick is not logged, only its consequences."""
         if isinstance(event, Tick):
             return
         self._entries.append((event.rank, now_s, "<-", event))
 
     def told(self, instruction: Instruction, now_s: float) -> None:
-        """An instruction went out."""
+        """Logs a sent instruction."""
         self._entries.append((instruction.rank, now_s, "->", instruction))
 
     def decided(self, why: str, now_s: float, rank: int = -1) -> None:
-        """A decision, in words."""
+        """Logs a decision as text."""
         self._entries.append((rank, now_s, "!!", why))
 
     def of_rank(self, rank: int | None = None) -> list[str]:
-        """Messages from and to a rank, and decisions; everything when None."""
+        """Returns messages from and to a rank, and its decisions; all if None."""
         return [
             _line(entry) for entry in self._entries if rank is None or entry[0] == rank
         ]
 
     def of_batch(self, batch: int, epoch: int) -> list[str]:
-        """Ranks that leased and trained a batch."""
+        """Returns messages that leased or trained a batch."""
         return [
             _line(entry)
             for entry in self._entries
@@ -69,7 +69,7 @@ def _line(entry: tuple[int, float, str, Event | Instruction | str]) -> str:
 
 
 def _short(message: Event | Instruction) -> str:
-    """A message in one line, long fields cut."""
+    """Formats a message in one line, with long fields cut."""
     parts = []
     for field in fields(message):
         text = repr(getattr(message, field.name))

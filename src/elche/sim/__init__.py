@@ -1,1 +1,1 @@
-"""Simulation of runs: the real decisions under a virtual clock. Pure."""
+"""Simulation of runs: the real decision code under a virtual clock. Pure."""

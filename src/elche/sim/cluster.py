@@ -16,7 +16,7 @@ from elche.schedule.planning.profile import LINK_EFFICIENCY, check_efficiency
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """From ``at_s`` on, every batch takes ``factor`` times its usual time."""
+    """Speed change: from ``at_s``, batches take ``factor`` times their usual time."""
 
     at_s: float
     factor: float
@@ -27,23 +27,23 @@ class Drift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A kind of device; a rank each.
+    """A kind of device, with one rank per device.
 
     Attributes:
-        seconds_per_sample: compute time per sample; or ``curve``.
-        count: so many of them.
-        seconds_per_batch: fixed time of a batch beside that.
-        curve: instead of both, measured (samples, seconds) of batches: straight
-            between two points, and beyond the last as between the last two.
+        seconds_per_sample: compute time per sample; or give ``curve``.
+        count: number of devices.
+        seconds_per_batch: fixed time of a batch.
+        curve: instead of both, measured (samples, seconds) of batches: linear between
+            two points; the last segment continues beyond the last point.
         jitter: coefficient of variation of a batch's time (log-normal).
-        drift: changes of speed, by time.
-        spike_probability: share of batches that take ...
-        spike_factor: ... so many times as long.
+        drift: changes of speed.
+        spike_probability: fraction of batches that take longer.
+        spike_factor: factor on the time of these batches.
         load_seconds_per_sample: loading time; overlaps with compute if prefetched.
-        prefetch: batches that the loader loads ahead.
-        first_batch_s: added to the first batch of all (compilation).
-        copy_bytes_per_s: how fast it copies its parameters (overlapped averaging).
-        name: for the report.
+        prefetch: number of batches that the loader loads ahead.
+        first_batch_s: extra time of the very first batch (compilation).
+        copy_bytes_per_s: speed of copying parameters (overlapped averaging).
+        name: name in the report.
     """
 
     seconds_per_sample: float | None = None
@@ -108,19 +108,19 @@ class Device:
 
     @property
     def drifts(self) -> tuple[Drift, ...]:
-        """All changes of speed, in their order."""
+        """All changes of speed, by time."""
         return tuple(sorted(self.drift, key=lambda one: one.at_s))
 
     @property
     def horizon_batches(self) -> int:
-        """Batches that the loader draws ahead, as a rank says it when it joins."""
+        """Number of batches that the loader draws ahead, as sent in `Join`."""
         return self.prefetch + 1
 
     def compute_s(self, samples: int) -> float:
-        """Seconds that a batch computes, before drifts, jitter and spikes.
+        """Returns the compute time (s) of a batch, before drifts, jitter and spikes.
 
-        Before a curve's first point its first line goes on, and is never less than
-        proportional.
+        Before a curve's first point its first segment continues, but never below
+        proportional time.
         """
         if self.seconds_per_sample is not None:
             return self.seconds_per_batch + self.seconds_per_sample * samples
@@ -130,7 +130,7 @@ class Device:
         return max(line_s, samples * few_s / few) if samples < few else line_s
 
     def mean_batch_s(self, samples: int) -> float:
-        """Mean delivered seconds of a batch on this device alone, before drifts."""
+        """Returns the mean delivered time (s) of a batch on this device alone."""
         compute_s = self.compute_s(samples)
         compute_s *= 1.0 + self.spike_probability * (self.spike_factor - 1.0)
         load_s = self.load_seconds_per_sample * samples
@@ -139,14 +139,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Link between the ranks, and from each of them to the coordinator.
+    """Link between the ranks, and from each rank to the coordinator.
 
     Attributes:
-        latency_s: of any message.
-        bytes_per_s: of each rank's connection, as it is sold.
-        efficiency: part of that which payload reaches; 1.0 where ``bytes_per_s`` was
-            measured with payload.
-        spread_s: a control message takes up to so much longer, drawn for each one;
+        latency_s: latency of any message.
+        bytes_per_s: nominal bandwidth of each rank's connection.
+        efficiency: fraction of the bandwidth that payload reaches; 1.0 if
+            ``bytes_per_s`` was measured with payload.
+        spread_s: most extra time of a control message, drawn for each message;
             messages of one channel keep their order.
     """
 
@@ -164,10 +164,10 @@ class Link:
         return num_bytes / (self.efficiency * self.bytes_per_s)
 
     def reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Seconds of one all-reduce: a ring's bytes, a tree's latencies.
+        """Returns the time (s) of an all-reduce: a ring's bytes, a tree's latencies.
 
         ``2 * latency * ceil(log2 W) + 2 * (W - 1) / W * bytes / (efficiency *
-        bandwidth)``: what bandwidth-optimal algorithms send, with the latency of
+        bandwidth)``: the bytes of bandwidth-optimal algorithms, with the latency of
         halving and doubling (R. Thakur et al., "Optimization of Collective
         Communication Operations in MPICH", 2005).
         """
@@ -178,7 +178,7 @@ class Link:
         return rounds * self.latency_s + self._send_s(sent)
 
     def broadcast_s(self, num_bytes: float, ranks: int) -> float:
-        """Seconds to bring one rank's model to all others, as a pipelined tree."""
+        """Returns the time (s) to broadcast a model by a pipelined tree."""
         if ranks < 2:
             return 0.0
         rounds = math.ceil(math.log2(ranks))
@@ -187,7 +187,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChange:
-    """From ``at_s`` on the link is another one."""
+    """Change of the link from ``at_s`` on."""
 
     at_s: float
     bytes_per_s: float | None = None
@@ -202,15 +202,15 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that happens to the membership; exactly one kind.
+    """Change of the membership; exactly one kind.
 
     Attributes:
-        at_s: when; 0 where it happens at random.
-        kill_rank: this rank's process dies.
-        fail_rank: this rank's loop raises, and says so.
-        hang_rank: this rank stops, with its connection open.
-        join: a rank joins: the index of a ``[[device]]`` table, or a device.
-        kills_per_hour: ranks die at random, so many in an hour.
+        at_s: time of the fault; 0 for random faults.
+        kill_rank: rank whose process dies.
+        fail_rank: rank whose loop raises, and reports that.
+        hang_rank: rank that hangs, with its connection open.
+        join: device of a rank that joins, or the index of its ``[[device]]`` table.
+        kills_per_hour: mean number of ranks that die at random per hour.
     """
 
     at_s: float = 0.0
@@ -231,14 +231,14 @@ class Fault:
 
     @property
     def rank(self) -> int | None:
-        """Whom it happens to; None where that is not a given rank."""
+        """Rank that the fault is for; None for a random or new rank."""
         ranks = self.kill_rank, self.fail_rank, self.hang_rank
         return next((rank for rank in ranks if rank is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Break:
-    """A rank's loop leaves an epoch after so many batches of it."""
+    """Early exit of a rank's loop from an epoch after ``batches`` batches."""
 
     rank: int
     epoch: int
@@ -250,23 +250,23 @@ class SimulatedRun:
     """Training of a simulated run: model, data and policy.
 
     Attributes:
-        samples: of an epoch.
-        batch_size: of a global batch.
-        model_bytes: what a reduction sends.
-        epochs: so many.
-        seed: of all that is drawn.
-        policy: of the run.
+        samples: number of samples in an epoch.
+        batch_size: samples of a global batch.
+        model_bytes: number of bytes that a reduction sends.
+        epochs: number of epochs.
+        seed: seed of all random draws.
+        policy: policy of the run.
         options: other fields of `RunConfig`.
-        regroup_s: what forming a new process group costs.
-        start_spread_s: ranks start within so long.
-        pause_s: ranks do something else between epochs for up to so long.
-        until_s: the simulation stops here, whatever is left to do.
-        min_share_samples: least share of a rank that has any, under ``sync``.
-        runs: so many runs by the same processes, one after the other.
-        batch_sizes: of an epoch, as runs of (samples, batches), instead of
+        regroup_s: time to form a new process group.
+        start_spread_s: largest delay of a rank's start, drawn for each rank.
+        pause_s: largest pause of a rank between epochs, drawn for each pause.
+        until_s: time at which the simulation stops, even with work left.
+        min_share_samples: least samples of a share that is not empty, under ``sync``.
+        runs: number of consecutive runs by the same processes.
+        batch_sizes: batch sizes of an epoch as runs of (samples, batches), instead of
             ``samples`` and ``batch_size``.
-        bad_batches: global ones of each epoch, whose gradients are not finite (under
-            windows).
+        bad_batches: global batches of each epoch with gradients that are not finite
+            (under windows).
     """
 
     samples: int = 0
@@ -295,16 +295,16 @@ class SimulatedRun:
             positive=("until_s",),
             at_least_one=counts,
         )
-        self.config  # noqa: B018 - checks them
+        self.config  # noqa: B018 - checks the options
 
     @property
     def config(self) -> RunConfig:
-        """The settings that ranks agree on."""
+        """Settings that the ranks agree on."""
         return RunConfig(**{"policy": self.policy, **self.options})
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Batch sizes of an epoch: the last batch may be smaller."""
+        """Batch sizes of an epoch; the last batch may be smaller."""
         if self.batch_sizes is not None:
             return self.batch_sizes
         whole, rest = divmod(self.samples, self.batch_size)
@@ -314,13 +314,13 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Everything that is simulated.
+    """Complete description of a simulation.
 
     Attributes:
-        run: what is trained.
-        devices: as the tables name them, with their counts.
-        link: what connects the ranks.
-        link_changes: of it, by time.
+        run: model, data and policy.
+        devices: kinds of devices, with their counts.
+        link: link between the ranks.
+        link_changes: changes of the link, by time.
         faults: deaths, joins and the like.
         breaks: loops that leave an epoch early.
     """
@@ -355,16 +355,16 @@ class Cluster:
 
     @property
     def ranks(self) -> list[Device]:
-        """The device of each rank at the start."""
+        """Device of each rank at the start."""
         return [device for device in self.devices for _ in range(device.count)]
 
     @property
     def world_size(self) -> int:
-        """Ranks at the start."""
+        """Number of ranks at the start."""
         return sum(device.count for device in self.devices)
 
     def link_at(self, now_s: float) -> Link:
-        """The link at a time."""
+        """Returns the link at a time."""
         link = self.link
         for change in self.link_changes:
             if change.at_s <= now_s:
@@ -382,7 +382,7 @@ def _check(
     positive: Sequence[str] = (),
     at_least_one: Sequence[str] = (),
 ) -> None:
-    """Refuses values of these fields that are out of range; None is in any."""
+    """Rejects values of these fields that are out of range; None is allowed."""
     ranges: list[tuple[Sequence[str], Callable[[float], bool], str]] = [
         (at_least_zero, lambda value: value >= 0, "finite and not negative"),
         (positive, lambda value: value > 0, "finite and positive"),

@@ -1,4 +1,4 @@
-"""Cluster descriptions as TOML gives them, read and checked. Pure."""
+"""Reads and checks cluster descriptions from parsed TOML. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NOT_IN_FILES = frozenset({"options", "batch_sizes", "runs", "bad_batches"})
 
 
 def read_cluster(raw: Mapping[str, Any]) -> Cluster:
-    """Reads a cluster description, as TOML gives it.
+    """Reads a cluster description from parsed TOML.
 
     Raises:
-        ConfigError: something is unknown, missing, or of a wrong type or value;
+        ConfigError: a key is unknown or missing, or a value has a wrong type or range;
             the message names the table.
     """
     check_keys(raw, {"run", "device", "link", "link_change", "fault"}, "the file")

@@ -1,7 +1,7 @@
 """A virtual clock, a network that delays messages, and collectives that may fail.
 
-Processes are generators that yield what they wait for and are resumed under the virtual
-clock: a number of seconds, `Receive`, or a `Collective`. Nothing here knows of
+Processes are generators. They yield what they wait for (seconds, `Receive`, or a
+`Collective`), and are resumed under the virtual clock. This module does not depend on
 training. Pure.
 """
 
@@ -21,33 +21,33 @@ from elche.sim.cluster import Cluster
 
 
 class DeadlockError(ElcheError):
-    """Nothing will ever happen again, but a simulated rank waits."""
+    """No event is left, but a simulated rank waits."""
 
 
 class AbortedError(ElcheError):
-    """A simulated rank has read an `Abort`."""
+    """A simulated rank has received an `Abort`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Resume when an instruction is there, or after ``timeout_s``."""
+    """Wait for an instruction, at most ``timeout_s``."""
 
     waiting_for: str
     timeout_s: float | None = None
 
 
 class Collective:
-    """Something that all members of a group do together.
+    """Collective operation of all members of a group.
 
     It ends ``cost_s`` after the last arrival, or earlier if parts could be sent before:
-    an arrival gives the time at which the first of ``parts`` was ready. Ranks see the
-    end one after the other. When a member dies, members that have not seen the end see
-    a failure. So does a rank that is notified of a death while it waits for the end.
+    an arrival includes the time at which its first part was ready. Ranks receive the
+    result one after the other. If a member dies, members without the result get a
+    failure. So does a rank that is notified of a death while it waits.
 
     Args:
         members: ranks that take part.
-        cost_s: seconds of the whole.
-        parts: in so many parts can its work be sent.
+        cost_s: time (s) of the whole operation.
+        parts: number of parts that can be sent separately.
     """
 
     __slots__ = ("arrived", "cost_s", "done_s", "failed", "members", "parts", "value")
@@ -67,7 +67,7 @@ class Collective:
         return max(end_s for _, end_s in self.arrived.values())
 
     def ends_s(self) -> float:
-        """End of the collective, once all members have arrived."""
+        """Returns the end of the collective, once all members have arrived."""
         ready_s = max(ready_s for ready_s, _ in self.arrived.values())
         return max(
             self.last_arrival_s + self.cost_s / self.parts, ready_s + self.cost_s
@@ -93,14 +93,14 @@ class SimulatedProcess:
 
 
 class Engine:
-    """Runs processes.
+    """Runs simulated processes under a virtual clock.
 
     Args:
-        cluster: says how long messages and collectives take.
-        on_end: told when a process has ended: its rank, and whether by an `Abort`.
+        cluster: description with the times of messages and collectives.
+        on_end: called when a process ends, with its rank and whether it was aborted.
 
     Attributes:
-        link: as it is now.
+        link: the current link.
     """
 
     def __init__(self, cluster: Cluster, on_end: Callable[[int, bool], None]) -> None:
@@ -125,10 +125,10 @@ class Engine:
     def run(
         self, until_s: float | None = None, most_happenings: float = math.inf
     ) -> None:
-        """Runs until nothing is left to happen, or until a time.
+        """Runs until no event is left, or until a time.
 
         Raises:
-            DeadlockError: a process waits for ever, or more happens than should.
+            DeadlockError: a process waits for ever, or there are too many events.
         """
         heap = self._heap
         while heap:
@@ -158,7 +158,7 @@ class Engine:
         self.at(self.now_s + after_s, self._wake, process, process.turn, None)
 
     def travel(self, way: str, rank: int, act: Callable[..., None], *args: Any) -> None:
-        """Does something when a message has arrived; a channel keeps its order."""
+        """Calls ``act`` when a message has arrived; a channel keeps its order."""
         link = self.link
         at_s = self.now_s + link.latency_s
         if link.spread_s:
@@ -169,7 +169,7 @@ class Engine:
         self.at(at_s, act, *args)
 
     def deliver(self, instruction: Instruction) -> None:
-        """An instruction arrives at its rank."""
+        """Delivers an instruction to its rank."""
         process = self.processes[instruction.rank]
         if not process.is_alive or process.is_hung:
             return
@@ -187,9 +187,9 @@ class Engine:
         new: Callable[[], Collective],
         ready_s: float | None = None,
     ) -> Collective:
-        """A rank takes part in a collective; yield it to wait for its end.
+        """Adds a rank to a collective; yield the result to wait for its end.
 
-        Its first part has been ready since ``ready_s``; None: since now.
+        The rank's first part has been ready since ``ready_s``; None is now.
         """
         collective = self.collectives.get(key)
         if collective is None:
@@ -205,7 +205,7 @@ class Engine:
         return collective
 
     def kill(self, rank: int) -> None:
-        """A process dies: what it takes part in fails."""
+        """Kills a process; its collectives fail."""
         process = self.processes[rank]
         process.is_alive = False
         process.script.close()
@@ -229,7 +229,7 @@ class Engine:
         process = self.processes[rank]
         waits = process.is_alive and process.wait is collective
         if waits and rank not in collective.done_s:
-            process.turn += 1  # what was to wake it with a result is void
+            process.turn += 1  # voids its scheduled wake-up with a result
             at_s = self.now_s + self.link.latency_s
             self.at(at_s, self._wake, process, process.turn, False)
 
@@ -252,7 +252,7 @@ class Engine:
             del self.collectives[key]
 
     def _wake(self, process: SimulatedProcess, turn: int, value: object) -> None:
-        """Resumes a process, unless it has gone on since this was decided."""
+        """Resumes a process, unless it was resumed since this was scheduled."""
         if process.turn != turn or not process.is_alive or process.is_hung:
             return
         process.wait = None
@@ -291,7 +291,7 @@ class Engine:
             self.at(self.now_s + wait, self._wake, process, process.turn, None)
 
     def _breaks_off(self, process: SimulatedProcess, wait: Collective) -> bool:
-        """True if word has come that there is nothing more to wait for."""
+        """True if a received instruction ends the wait."""
         words = (Abort,) if process.rank in wait.done_s else (Abort, Regroup)
         return any(isinstance(item, words) for item in process.inbox)
 

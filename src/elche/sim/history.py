@@ -19,9 +19,9 @@ REGROUP = "regroup"
 START = "start"
 LEFT_OUT = "left out"
 CAUSES = (DATA, LEASE, WINDOW_END, REDUCTION, THROTTLE, REGROUP, START, LEFT_OUT)
-"""Causes of a rank's wait: its loader, a lease or grant, other ranks that end a window
-or step, a reduction, the slowest rank, a new group, the begin of runs and epochs,
-its readmission to steps.
+"""Causes of a rank's wait: its loader, a lease or grant, other ranks at a window's or
+step's end, a reduction, the slowest rank, a new group, the start of runs and epochs, an
+exclusion from steps.
 """
 
 Key = tuple[int, int]
@@ -29,24 +29,24 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class RankHistory:
-    """Sums of one rank.
+    """Sums over one rank's process.
 
     Attributes:
-        device: the name of its kind.
-        began_s: when its process started.
-        ended_s: when it ended or died, None while it runs.
+        device: name of its kind of device.
+        began_s: start time of its process.
+        ended_s: time at which it ended or died, None while it runs.
         has_died: whether it was killed.
-        samples: trained on, its own ones.
-        batches: trained on.
-        compute_s: of them.
-        load_s: loading time of them, overlapped or not.
-        waits_s: by cause.
-        copies_s: copying parameters for overlapped reductions.
-        adoptions: averages adopted while a further window ran.
-        lag_batches: of that window, run before the adoption; their sum ...
-        most_lag_batches: ... and the most of any.
-        lag_s: seconds from a window's end to the adoption of its average, their sum ...
-        most_lag_s: ... and the most of any.
+        samples: number of this rank's samples that it trained.
+        batches: number of trained batches.
+        compute_s: compute time of the batches (s).
+        load_s: loading time of the batches (s), overlapped or not.
+        waits_s: waiting time (s) by cause.
+        copies_s: time (s) of copying parameters for overlapped reductions.
+        adoptions: number of averages adopted while a later window ran.
+        lag_batches: sum of that window's batches before each adoption.
+        most_lag_batches: the largest of these.
+        lag_s: sum of the times (s) from a window's end to its average's adoption.
+        most_lag_s: the longest of these.
     """
 
     device: str = ""
@@ -68,14 +68,14 @@ class RankHistory:
 
 @dataclass(slots=True)
 class Phase:
-    """A part of the run under one policy, as what had been done when it began.
+    """Part of the run under one policy, with the counts at its beginning.
 
     Attributes:
-        policy: its name.
-        began_s: when.
-        samples: trained on before it.
+        policy: name of the policy.
+        began_s: start time.
+        samples: samples trained before it.
         windows: synchronisations before it.
-        ranks: of each rank, samples trained on, adoptions and batches of lag before it.
+        ranks: by rank, samples trained, adoptions and batches of lag before it.
     """
 
     policy: str
@@ -87,13 +87,13 @@ class Phase:
 
 @dataclass(slots=True)
 class Recovery:
-    """One change of membership, and the time that it cost.
+    """A membership change, and the time until ranks train again.
 
     Attributes:
-        rank: who died or joined.
-        at_s: when.
-        ranks: who was alive then.
-        going: of them, who trains again, and since when.
+        rank: rank that died or joined.
+        at_s: time of the change.
+        ranks: ranks that were alive then.
+        going: by rank, the time since which it trains again.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class History:
     """Record of a simulated run.
 
     Args:
-        details: keep a timeline, and who trained on what.
+        details: keep a timeline, and the positions that each rank trained.
     """
 
     def __init__(self, *, details: bool) -> None:
@@ -126,7 +126,7 @@ class History:
         self.ended: dict[Key, set[int]] = defaultdict(set)
 
     def wait(self, rank: int, cause: str, since_s: float, until_s: float) -> None:
-        """A rank has waited."""
+        """Records a rank's wait."""
         if until_s <= since_s:
             return
         self.ranks[rank].waits_s[cause] += until_s - since_s
@@ -136,27 +136,27 @@ class History:
             self.spans.append(span)
 
     def batch(self, rank: int, name: str, since_s: float, until_s: float) -> None:
-        """A rank has computed."""
+        """Records a rank's computation."""
         if self.has_details:
             self.spans.append(Span(rank, name, BATCH, since_s, until_s - since_s))
 
     def changed(self, rank: int, now_s: float, alive: Iterable[int]) -> None:
-        """A rank has died or asked to join."""
+        """Records that a rank has died or requested to join."""
         self.recoveries.append(Recovery(rank, now_s, frozenset(alive)))
 
     def going_again(self, rank: int, changed: Iterable[int], now_s: float) -> None:
-        """A rank goes on after these ranks have died or joined."""
+        """Records that a rank trains again after these ranks died or joined."""
         for recovery in self.recoveries:
             if recovery.rank in changed:
                 recovery.going.setdefault(rank, now_s)
 
     def begin_phase(self, policy: str, now_s: float) -> None:
-        """From here on the run is under this policy, if it was not before."""
+        """Begins a phase if the policy has changed."""
         if not self.phases or self.phases[-1].policy != policy:
             self.phases.append(self.phase(policy, now_s))
 
     def phase(self, policy: str, now_s: float) -> Phase:
-        """A phase that begins now."""
+        """Returns a phase that begins now."""
         done = {
             rank: (sums.samples, sums.adoptions, sums.lag_batches)
             for rank, sums in self.ranks.items()
@@ -164,7 +164,7 @@ class History:
         return Phase(policy, now_s, self.samples, self.windows, done)
 
     def count(self, key: Key, num_samples: int, parts: Iterable[Range]) -> None:
-        """Counts an epoch's positions once, however often they were trained on."""
+        """Counts an epoch's positions once, even if they were trained repeatedly."""
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = bytearray(num_samples)

@@ -1,4 +1,4 @@
-"""Life of one rank in a simulated run: join, epochs, leave. Pure."""
+"""One rank's process in a simulated run: join, epochs, leave. Pure."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ LEFT_BEHIND = (GrantBatches, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
 ALL_DEAD = "all who held the run's state have died"
 CANNOT_GO_ON = "ranks died where the others cannot take it up again"
-"""A rank's own errors, as a real one's."""
+"""Error messages of a rank, as in a real run."""
 FORWARD_PART = 1.0 / 3.0
-"""Part of a batch's time that its forward pass takes."""
+"""Fraction of a batch's time that its forward pass takes."""
 PROBES = 3
 FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
 PROBE_GROWTH = 8
 LONG_PROBE_S, MOST_PROBE_S = 0.05, 0.1
-"""Durations (s) of a measured reduction (`elche.comm.transport.probe`)."""
+"""Durations (s) that limit a probe of a reduction (`elche.comm.transport.probe`)."""
 
 
 def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join:
-    """Join message of a rank."""
+    """Returns the join message of a rank."""
     run = cluster.run
     settings = Settings(
         config=run.config,
@@ -76,13 +76,13 @@ def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join
 
 
 class World(ABC):
-    """The run around the ranks.
+    """Environment of the simulated ranks.
 
     Attributes:
-        engine: the clock and the network.
+        engine: clock and network.
         groups: members of each generation.
-        books: the account of models, one per run, if it is kept.
-        plans: what each rank was told last of a window's reduction; for the account.
+        books: account of the models for each run, if kept.
+        plans: by window and rank, the latest `Reduce`; for the books.
     """
 
     def __init__(self, cluster: Cluster, history: History) -> None:
@@ -96,29 +96,29 @@ class World(ABC):
 
     @abstractmethod
     def hear(self, event: Event) -> None:
-        """An event has arrived at the coordinator."""
+        """Handles an event that has arrived at the coordinator."""
 
     @abstractmethod
     def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
-        """A rank has ended an epoch."""
+        """Records that a rank has ended an epoch."""
 
     @abstractmethod
     def ended(self, rank: int, by_abort: bool) -> None:
-        """A process has ended by itself."""
+        """Records that a process has ended by itself."""
 
     def break_at(self, rank: int, epoch: int) -> int | None:
-        """After how many batches a rank's loop leaves an epoch; None if it does not."""
+        """Returns the batches after which a rank's loop leaves an epoch, or None."""
         return self._breaks.get((rank, epoch))
 
     def send(self, event: Event) -> None:
-        """A rank's message travels to the core."""
+        """Sends a rank's message to the core."""
         self.engine.travel("up", event.rank, self.hear, event)
 
     def take(self, rank: int) -> Instruction | None:
-        """Next instruction in a rank's inbox, or None.
+        """Returns the next instruction in a rank's inbox, or None.
 
         Raises:
-            AbortedError: it is told that the run ends.
+            AbortedError: the instruction ends the run.
         """
         inbox = self.engine.processes[rank].inbox
         if not inbox:
@@ -134,16 +134,16 @@ class Rank:
     """State of a rank's process that all of its epochs share.
 
     Args:
-        sim: the run.
-        rank: its number.
-        device: what it trains on.
-        epoch_of: makes the script of an epoch, or a part of it, by the policy in force.
-        is_new: it joins a run under way.
+        sim: the simulation.
+        rank: rank number.
+        device: device that it trains on.
+        epoch_of: returns the script of an epoch, or a part of it, for its policy.
+        is_new: whether it joins a run under way.
 
     Attributes:
-        epoch: that is under way, or comes next.
-        rest: what is left of it, or was when this part of it began.
-        gradients_s: when the first gradients of the last batch were there.
+        epoch: number of the current or next epoch.
+        rest: rest of that epoch at the beginning of the current part.
+        gradients_s: time at which the last batch's first gradients were ready.
     """
 
     def __init__(
@@ -184,16 +184,16 @@ class Rank:
 
     @property
     def now_s(self) -> float:
-        """The virtual time."""
+        """Current virtual time."""
         return self.engine.now_s
 
     @property
     def books(self) -> Any:
-        """The account of the run's models; None where none is kept."""
+        """Account of the run's models; None if none is kept."""
         return self.sim.books[self.run] if self.sim.books else None
 
     def live(self) -> Script:
-        """The whole life of the process."""
+        """Runs the whole process."""
         run = self.sim.cluster.run
         for number in range(run.runs):
             self.run, self.epoch = number, 0
@@ -211,7 +211,7 @@ class Rank:
             self.sim.send(Left(rank=self.rank))
 
     def _train(self) -> Script:
-        """The next epoch, or what is left of one that was cut."""
+        """Trains the next epoch, or the rest of a cut one."""
         began_s = self.now_s
         begin = yield from self._begin()
         self.history.wait(self.rank, START, began_s, self.now_s)
@@ -235,7 +235,7 @@ class Rank:
             handle(instruction)
 
     def compute_s(self, samples: int) -> tuple[float, bool]:
-        """Draws how long a batch takes, and whether it may be timed."""
+        """Draws a batch's time, and whether it may be timed."""
         device, now_s = self.device, self.now_s
         while self._drifts and self._drifts[0].at_s <= now_s:
             self._factor = self._drifts.pop(0).factor
@@ -258,9 +258,9 @@ class Rank:
         """Waits for a batch and trains on it.
 
         Args:
-            item: the batch, or a step's part of one.
-            name: of its span.
-            in_backward: what is to be done when the backward pass begins.
+            item: the batch, or a step's share of one.
+            name: name of its span.
+            in_backward: called when the backward pass begins.
         """
         began_s, cause = self.now_s, LEASE if item.was_late else DATA
         if item.ready_s > began_s:
@@ -287,7 +287,7 @@ class Rank:
         )
 
     def await_regroup(self, handle: Callable[[Instruction], None]) -> Script:
-        """A member is gone: waits for the group that the coordinator forms."""
+        """Waits for the next group after a death."""
         inbox, began_s = self.engine.processes[self.rank].inbox, self.now_s
         while not any(isinstance(item, Regroup) for item in inbox):
             if inbox:
@@ -297,12 +297,12 @@ class Rank:
         self.history.wait(self.rank, REGROUP, began_s, self.now_s)
 
     def parts_of(self, batch: int, start: int, stop: int) -> tuple[Range, ...]:
-        """The epoch's positions of some samples of a batch of its part under way."""
+        """Maps samples of a batch in the current part to the epoch's positions."""
         first = self.sizes.position_of(batch)
         return self.rest.left.origins_of(((first + start, first + stop),)).ranges
 
     def trained(self, parts: Sequence[Range]) -> None:
-        """Notes positions of the epoch that this rank has trained on."""
+        """Records positions of the epoch that this rank has trained."""
         key, history = (self.run, self.epoch), self.history
         self.sums.batches += 1
         self.sums.samples += sum(stop - start for start, stop in parts)
@@ -317,7 +317,7 @@ class Rank:
 
         Args:
             regroup: the coordinator's instruction.
-            said: this rank's value for the others.
+            said: this rank's value for the other members.
 
         Returns:
             Each rank's value; None: a rank has died, and another group is formed.
@@ -343,7 +343,7 @@ class Rank:
         return found
 
     def say_regrouped(self, reduced: int, lost: Runs = ()) -> None:
-        """The group stands, and what was open is settled in it."""
+        """Reports that the new group is formed, with its settled result."""
         self.sim.send(
             Regrouped(
                 rank=self.rank,
@@ -357,10 +357,10 @@ class Rank:
     def hand_over(
         self, what: str, source: int, *number: int
     ) -> Generator[Any, Any, bool]:
-        """Something as large as the model goes from one rank to all of the group.
+        """Broadcasts data as large as the model from one rank to the group.
 
         Returns:
-            Whether it has come; False: one has died.
+            Whether it has arrived; False if a rank has died.
         """
         began_s, members = self.now_s, self.sim.groups[self.generation]
         link, run = self.engine.link, self.sim.cluster.run
@@ -375,7 +375,7 @@ class Rank:
         return has_come
 
     def fail(self, error: str) -> NoReturn:
-        """Ends as a loop that raises, unless the run has ended before.
+        """Ends like a loop that raises, unless the run has ended before.
 
         Raises:
             AbortedError: always.
@@ -387,7 +387,7 @@ class Rank:
         raise AbortedError(error)
 
     def goes_on(self) -> None:
-        """Trains, or has ended its epoch, after a change of the membership."""
+        """Records that it trains, or has ended its epoch, after a membership change."""
         self.is_back = False
         self.history.going_again(self.rank, self.changed, self.now_s)
         self.changed.clear()
@@ -421,7 +421,7 @@ class Rank:
     def _regroup_between(self, regroup: Regroup) -> Script:
         """Forms the next group; new ranks copy the state of its first old member.
 
-        The epoch is opened again: the rank that speaks for all may be another one now.
+        The epoch is opened again, since the first rank may have changed.
         """
         self.left_out = frozenset()
         mine = None if self._is_new else (self.epoch, self.rest)
@@ -451,7 +451,7 @@ class Rank:
         self.generation = instruction.generation
 
     def _probe(self) -> Script:
-        """Under ``auto``, measures a reduction when the group has been formed."""
+        """Measures a reduction under ``auto`` when the group has been formed."""
         run, link = self.sim.cluster.run, self.engine.link
         if run.config.policy != "auto":
             return

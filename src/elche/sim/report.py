@@ -1,8 +1,8 @@
 """Report of a simulation: efficiency, waits, staleness, recovery, load. Pure.
 
-A simulation trains nothing, so samples count as the convergence table says
-(`elche.cadence.convergence`), by the windows and lags that really came about. What is
-measured is time: start-up, measuring, switching and drains are in it.
+A simulation does not train. The value of samples comes from the convergence table
+(`elche.cadence.convergence`), for the windows and lags that occurred. Times are
+measured, and include start-up, measuring, switching and drains.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TRIALS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """A part of the run under one policy.
+    """Part of the run under one policy.
 
     Attributes:
-        policy: its name.
-        began_s: when.
-        seconds: how long it lasted.
-        samples: trained on.
-        ranks: of them took part.
-        windows: synchronisations.
+        policy: name of the policy.
+        began_s: start time.
+        seconds: duration.
+        samples: number of samples trained.
+        ranks: number of ranks that trained them.
+        windows: number of synchronisations.
         window_batches: local batches of all ranks in a mean window.
         lag_batches: mean batches of the fastest rank until an average was adopted.
-        sample_efficiency: that the convergence table gives for this.
+        sample_efficiency: sample efficiency by the convergence table.
     """
 
     policy: str
@@ -61,16 +61,16 @@ class ChoiceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRank:
-    """One rank; times in seconds.
+    """Results of one rank; times in seconds.
 
     Attributes:
-        rank: its number.
-        device: its kind's name.
-        batches: trained on.
-        samples: trained on.
-        busy_s: computing.
-        alive_s: from its start to its end or death, or the run's end.
-        waits: by cause.
+        rank: rank number.
+        device: name of its kind of device.
+        batches: number of batches trained.
+        samples: number of samples trained.
+        busy_s: compute time.
+        alive_s: time from its start to its end or death, or the run's end.
+        waits: waiting time by cause.
         has_died: whether it was killed.
     """
 
@@ -86,39 +86,40 @@ class SimulatedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A simulated run.
+    """Results of a simulated run.
 
     Attributes:
-        policy: of the run.
-        world_size: ranks at the start.
-        seconds: virtual, from the start of the first rank to the end of the last one.
-        samples: trained on; what was lost with a rank and done again counts once.
-        samples_per_s: of them.
+        policy: policy of the run.
+        world_size: number of ranks at the start.
+        seconds: virtual time from the start of the first rank to the end of the last.
+        samples: number of samples trained; repeated ones after a loss count once.
+        samples_per_s: samples per second.
         efficiency: samples per second over the sum of what each device delivers alone,
             on the same batches, while it lived; start-up and drain included.
-        sample_efficiency: samples that one device would need over those that were
-            trained on, by the convergence table (`PhaseReport`).
-        goodput: what the run has learned per second over what the fastest device would
-            alone; start-up and drain included.
+        sample_efficiency: samples that one device would need over the trained samples,
+            by the convergence table (`PhaseReport`).
+        goodput: learning speed relative to the fastest device alone; start-up and
+            drain included.
         phases: parts of the run, by policy.
-        choices: of ``auto``.
-        waits: share of all ranks' time spent waiting, by cause.
-        sync_overhead: share of all ranks' time that synchronising costs: waiting for
+        choices: choices of ``auto``.
+        waits: fraction of all ranks' time spent waiting, by cause.
+        sync_overhead: fraction of all ranks' time that synchronising costs: waiting for
             window ends, reductions and copies.
-        windows: synchronisations.
-        lag_batches: mean and most batches run in the next window before the average of
-            the last one was adopted (overlapped only): the staleness of averages.
-        lag_s: likewise in seconds from a window's end.
-        recovery_s: per change of the membership, until all who lived trained again;
-            None if it came too late to matter.
-        messages_per_s: events and instructions at the coordinator.
-        coordinator_us_per_event: mean of measured time in its core, and ...
-        coordinator_most_us: ... the longest; None where it was not measured.
-        events: that the coordinator handled.
-        instructions: that it gave.
-        most_instructions: as answer to one event.
-        by_kind: events of each kind, and microseconds of one.
-        ranks: each one.
+        windows: number of synchronisations.
+        lag_batches: mean and most batches of the next window run before the last
+            window's average was adopted (overlapped only): the staleness of averages.
+        lag_s: mean and longest time from a window's end to that adoption.
+        recovery_s: by membership change, the time until all surviving ranks trained
+            again; None if they did not.
+        messages_per_s: events and instructions per second at the coordinator.
+        coordinator_us_per_event: mean measured time (µs) of an event in its core; None
+            if not measured.
+        coordinator_most_us: longest such time; None if not measured.
+        events: number of events that the coordinator handled.
+        instructions: number of instructions that it sent.
+        most_instructions: most instructions for one event.
+        by_kind: number of events of each kind, and mean time (µs) of one.
+        ranks: results of each rank.
     """
 
     policy: str
@@ -147,12 +148,12 @@ class Report:
     ranks: tuple[SimulatedRank, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Returns plain values for JSON."""
         return asdict(self)
 
 
 def report_of(sim: Simulation) -> Report:
-    """Sums up a simulation that has run."""
+    """Creates the report of a simulation that has run."""
     history, load = sim.history, sim.load
     began_s = min(sums.began_s for sums in history.ranks.values())
     end_s = sim.end_s
@@ -222,7 +223,7 @@ def _report_of_rank(rank: int, sums: RankHistory, alive_s: float) -> SimulatedRa
 
 
 def _lags(every: Sequence[RankHistory]) -> dict[str, Any]:
-    """Delay until averages were adopted: mean and most, in batches and in seconds."""
+    """Returns mean and largest delay of adoptions, in batches and in seconds."""
     adoptions = max(1, sum(sums.adoptions for sums in every))
     return {
         "lag_batches": (
@@ -237,13 +238,13 @@ def _lags(every: Sequence[RankHistory]) -> dict[str, Any]:
 
 
 def _alive_s(sums: RankHistory, end_s: float) -> float:
-    """From its start to its death, or to the end of the run that it was part of."""
+    """Returns the time from a rank's start to its death, or to the run's end."""
     until_s = sums.ended_s if sums.has_died and sums.ended_s is not None else end_s
     return max(0.0, until_s - sums.began_s)
 
 
 def _solo_speed(sim: Simulation, rank: int, sums: RankHistory) -> float:
-    """Samples per second that its device delivers alone, as its batches really were."""
+    """Returns the samples per second of a rank's device alone, on its own batches."""
     device: Device = sim.devices[rank]
     if not sums.samples:
         samples = sim.cluster.run.sizes[0][0]
@@ -269,13 +270,13 @@ def _recoveries(sim: Simulation) -> tuple[float | None, ...]:
 
 
 def _fastest_alone(sim: Simulation) -> float:
-    """Samples per second of the fastest device, on whole batches without drifts."""
+    """Returns the fastest device's samples per second on whole batches, undrifted."""
     samples = sim.cluster.run.sizes[0][0]
     return max(samples / device.mean_batch_s(samples) for device in sim.cluster.devices)
 
 
 def _phases(sim: Simulation) -> tuple[PhaseReport, ...]:
-    """One unless ``auto`` changed the policy; none if no epoch began."""
+    """Returns one phase per policy change of ``auto``; none if no epoch began."""
     history = sim.history
     begun = history.phases
     ends = [*begun[1:], history.phase("", sim.end_s)] if begun else []

@@ -11,16 +11,16 @@ from elche.coordination.accounts.batch_ranges import Range
 
 @dataclass(slots=True)
 class Loaded:
-    """A batch, or a step's part of one, on its way to the training loop.
+    """A batch, or a step's share of one, on its way to the training loop.
 
     Attributes:
-        number: of the batch or step.
-        samples: to load.
-        counted: of them, those that are this rank's own.
-        parts: their positions in the epoch.
-        ready_s: when it is loaded.
-        load_s: how long loading takes.
-        was_late: the loader stood idle until its lease came.
+        number: number of the batch or step.
+        samples: number of samples to load.
+        counted: number of these samples that count as this rank's.
+        parts: positions of those in the epoch.
+        ready_s: time at which it is loaded.
+        load_s: loading time (s).
+        was_late: whether the loader was idle until its lease arrived.
     """
 
     number: int
@@ -33,11 +33,11 @@ class Loaded:
 
 
 class Loader:
-    """Loads leased batches in order, ``prefetch`` of them ahead of the one in hand.
+    """Loads leased batches in order, ``prefetch`` of them ahead of the current one.
 
     Args:
-        seconds_per_sample: loading time.
-        prefetch: batches loaded ahead; with 0 each is loaded when it is asked for.
+        seconds_per_sample: loading time (s) of a sample.
+        prefetch: number of batches loaded ahead; with 0 each is loaded on request.
     """
 
     def __init__(self, seconds_per_sample: float, prefetch: int) -> None:
@@ -53,12 +53,12 @@ class Loader:
         return bool(self._queued or self._loading)
 
     def push(self, batches: Iterable[Loaded], now_s: float) -> None:
-        """Leases have come."""
+        """Adds leased batches."""
         self._queued.extend(batches)
         self._fill(now_s, was_late=True)
 
     def take(self, now_s: float) -> Loaded:
-        """The next batch; it is there at its ``ready_s``."""
+        """Returns the next batch, which is loaded at its ``ready_s``."""
         if not self._prefetch:
             batch = self._queued.popleft()
             batch.load_s = self._per_sample_s * batch.samples

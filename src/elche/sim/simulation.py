@@ -1,4 +1,4 @@
-"""A whole run in virtual time: the real coordinator, simulated ranks, faults. Pure."""
+"""A whole run in virtual time: real coordinator, simulated ranks, faults. Pure."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ S_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Options of a simulation beside its run.
+    """Options of a simulation that do not change its run.
 
     Attributes:
-        books: makes the account of every rank's model, for each run; the core's
-            invariants are asserted after each event as well. Slow, for tests.
+        books: creates the account of every rank's model, for each run. The core's
+            invariants are then asserted after each event. Slow, for tests.
         details: keep a timeline (`History`) and all messages.
-        ticks: let deadlines pass; always so where a rank hangs.
-        timer: a clock in seconds to measure the coordinator with.
-        most_happenings: give up after so many; a run that goes round in circles.
+        ticks: send ticks, so that deadlines pass; always on if a rank hangs.
+        timer: clock (s) that measures the coordinator.
+        most_happenings: most simulated events before giving up, against endless loops.
     """
 
     books: Callable[[int], Any] | None = None
@@ -57,12 +57,12 @@ class CoordinatorLoad:
     """Load of the coordinator.
 
     Attributes:
-        events: that it handled.
-        instructions: that it gave.
-        most_instructions: as answer to one event.
-        busy_s: measured time in the core, 0.0 without a timer.
-        longest_s: of one event.
-        by_kind: events, and seconds, of each kind.
+        events: number of events that it handled.
+        instructions: number of instructions that it sent.
+        most_instructions: most instructions for one event.
+        busy_s: measured time (s) in the core, 0.0 without a timer.
+        longest_s: longest time (s) of one event.
+        by_kind: number of events and their time (s), by kind.
     """
 
     events: int = 0
@@ -73,7 +73,7 @@ class CoordinatorLoad:
     by_kind: dict[str, list[float]] = field(default_factory=dict)
 
     def count(self, kind: str, spent_s: float, instructions: int) -> None:
-        """One event more."""
+        """Adds one event."""
         self.events += 1
         self.instructions += instructions
         self.most_instructions = max(self.most_instructions, instructions)
@@ -88,8 +88,8 @@ class Simulation(World):
     """Runs a cluster description to its end.
 
     Args:
-        cluster: what is simulated.
-        watch: what is done beside.
+        cluster: description of the simulation.
+        watch: recording and checking options.
     """
 
     def __init__(self, cluster: Cluster, watch: Watch | None = None) -> None:
@@ -116,7 +116,7 @@ class Simulation(World):
         """Simulates to the end.
 
         Raises:
-            DeadlockError: ranks wait for something that will never happen.
+            DeadlockError: ranks wait for something that can never happen.
         """
         try:
             self.engine.run(self.cluster.run.until_s, self.watch.most_happenings)
@@ -140,14 +140,14 @@ class Simulation(World):
         return sorted(r for r, p in self.engine.processes.items() if p.is_alive)
 
     def _epoch_of(self, rank: Rank, begin: BeginEpoch) -> Generator[Any, Any, EndEpoch]:
-        """A rank's epoch, or a part of it."""
+        """Runs a rank's epoch, or a part of it."""
         self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
         if begin.policy == "sync":
             return (yield from SimulatedSyncEpoch(rank, begin).train())
         return (yield from SimulatedWindowEpoch(rank, begin).train())
 
     def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
-        """A rank has ended an epoch: when all have, their models are compared."""
+        """Records an epoch's end on a rank; after the last rank, compares models."""
         self.history.ended[run, epoch].add(rank)
         self._compare_models()
 
@@ -184,7 +184,7 @@ class Simulation(World):
         self.engine.start(rank, script, after_s)
 
     def hear(self, event: Event) -> None:
-        """The core takes an event; its instructions travel back."""
+        """Passes an event to the core and sends its instructions to the ranks."""
         now_s, timer = self.engine.now_s, self.watch.timer or float  # 0.0
         began_s = timer()
         told = self.core.handle(event, now_s)
@@ -199,7 +199,7 @@ class Simulation(World):
             self.core.check()
 
     def _note(self, told: list[Instruction]) -> None:
-        """Remembers groups of generations, plans of reductions, and policies."""
+        """Records groups of generations, plans of reductions, and policies."""
         now_s, groups = self.engine.now_s, defaultdict[int, set[int]](set)
         for one in told:
             match one:
@@ -212,11 +212,11 @@ class Simulation(World):
                 case BeginEpoch():
                     self.history.begin_phase(one.policy, now_s)
         for generation, members in groups.items():
-            # One that a newcomer is welcomed to stands already, without it.
+            # A newcomer's `Welcome` names a group that was formed already, without it.
             self.groups.setdefault(generation, frozenset(members))
 
     def ended(self, rank: int, by_abort: bool) -> None:
-        """A process has ended by itself."""
+        """Records that a process has ended by itself."""
         self.history.ranks[rank].ended_s = self.engine.now_s
         if by_abort:
             self.engine.travel("up", rank, self.hear, RankLost(rank=rank))
@@ -268,7 +268,7 @@ class Simulation(World):
         self._kill(rank, "ValueError: x" if fault.fail_rank is not None else "")
 
     def _kill(self, rank: int, error: str) -> None:
-        """A process dies, with or without a word; its connection ends."""
+        """Kills a process, with or without a report; its connection ends."""
         if error:
             self.send(Failed(rank=rank, error=error, traceback="T"))
         self.engine.kill(rank)

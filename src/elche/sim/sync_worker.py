@@ -1,9 +1,9 @@
 """An epoch under ``sync`` on a simulated rank. Pure.
 
-A step's forward pass takes a third of its time, its backward pass the rest; gradients
+A step's forward pass takes a third of its time, its backward pass the rest. Gradients
 appear during backward, bucket by bucket, and are reduced as soon as all ranks have
-them. So a step ends when the reduction could have ended that began with the last rank's
-backward pass, and not before the last bucket of the last rank is reduced.
+them. So a step ends with a reduction that begins in the last rank's backward pass,
+and not before the last rank's last bucket is reduced.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
 @dataclass(slots=True)
 class _Computed:
-    """A step of which this rank has computed its part.
+    """A step whose share this rank has computed.
 
     Attributes:
         item: the step.
-        ready_s: when its first gradients were there, or the group to reduce them in.
-        ended_s: when all of them were.
-        cost: so far.
+        ready_s: time when its first gradients, or the group to reduce them, were ready.
+        ended_s: time when all its gradients were ready.
+        cost: cost so far.
     """
 
     item: Loaded
@@ -59,11 +59,11 @@ class _Computed:
 
 
 class SimulatedSyncEpoch:
-    """Trains on this rank's share of every global batch of an epoch, or a part of it.
+    """Trains this rank's share of every global batch of an epoch, or a part of it.
 
     Args:
-        rank: whose epoch.
-        begin: the coordinator's word that it begins.
+        rank: the training rank.
+        begin: the coordinator's instruction that begins it.
     """
 
     def __init__(self, rank: Rank, begin: BeginEpoch) -> None:
@@ -83,7 +83,7 @@ class SimulatedSyncEpoch:
         rank.reduced = -1
 
     def train(self) -> Generator[Any, Any, EndEpoch]:
-        """Trains to its end."""
+        """Trains to the end of the epoch or part."""
         rank = self._rank
         while True:
             rank.take_all(self._handle)
@@ -111,11 +111,11 @@ class SimulatedSyncEpoch:
 
     @property
     def _is_over(self) -> bool:
-        """True if no step is run any more, as ranks have died."""
+        """True if no more steps are run, since ranks have died."""
         return self._rank.reduced + 1 > self._lost.last
 
     def _leave(self, cost: BatchCost) -> Script:
-        """The loop has broken off; takes part with nothing in what is granted.
+        """Leaves the epoch early; takes part in granted steps with zeros.
 
         A real rank takes part only in steps that others have begun. In the simulator
         an unneeded arrival delays no rank.
@@ -137,13 +137,13 @@ class SimulatedSyncEpoch:
             self._rank.take_all(self._handle)
 
     def _pass_over(self, number: int) -> None:
-        """A step is over that this rank does not report."""
+        """Skips a finished step that this rank does not report."""
         if self._reports.step_done(number, NOTHING):
             self._reports.close(backward_passes=0)
             self._reports.take()
 
     def _wait(self) -> Script:
-        """Nothing is granted: the end of the epoch, or a change of the membership."""
+        """Waits for a grant, the end of the epoch, or a membership change."""
         rank, began_s = self._rank, self._rank.now_s
         number, is_left_out = rank.reduced + 1, rank.rank in rank.left_out
         self._report()
@@ -156,7 +156,7 @@ class SimulatedSyncEpoch:
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
     def _compute(self) -> Script:
-        """Computes this rank's part of the next step."""
+        """Computes this rank's share of the next step."""
         rank = self._rank
         if rank.is_back:
             rank.goes_on()
@@ -166,7 +166,7 @@ class SimulatedSyncEpoch:
         self._in_hand = _Computed(item, rank.gradients_s, rank.now_s, cost)
 
     def _report_beneath(self) -> None:
-        """Reports under a backward pass, and reads what has come meanwhile."""
+        """Reports under a backward pass, and handles received instructions."""
         self._report()
         self._rank.take_all(self._handle)
 
@@ -208,7 +208,7 @@ class SimulatedSyncEpoch:
         return collective
 
     def _reform(self, regroup: Regroup) -> Script:
-        """Forms the next group, and settles in it which steps are run."""
+        """Forms the next group, whose members agree on the steps to run."""
         rank, self._regroup = self._rank, None
         self._report()
         self._reports.void()
@@ -225,7 +225,7 @@ class SimulatedSyncEpoch:
         rank.say_regrouped(self._lost.last, self._lost.to_wire())
 
     def _settle(self, said: dict[int, StepPlace | None]) -> Generator[Any, Any, bool]:
-        """Settles the last step by all positions; ranks without its sums copy them."""
+        """Agrees on the last step; ranks that lack its sums copy them."""
         rank = self._rank
         places = {each: said[each] for each in sorted(said)}
         there = {each: at for each, at in places.items() if at is not None}
@@ -246,7 +246,7 @@ class SimulatedSyncEpoch:
         return True
 
     def _join_others(self) -> Script:
-        """Forms the group of the active ranks, and finds its buckets."""
+        """Forms the group of the active ranks after an exclusion has changed."""
         rank, began_s, self._has_changed = self._rank, self._rank.now_s, False
         if rank.rank in rank.left_out:
             return
@@ -266,7 +266,7 @@ class SimulatedSyncEpoch:
         return self._sim.groups[self._rank.generation] - self._rank.left_out
 
     def _take_over(self, adopt: Adopt) -> Script:
-        """Takes the model of the rank that has taken most steps, with all ranks."""
+        """Copies the model of the rank with most steps; all ranks do so."""
         rank, began_s = self._rank, self._rank.now_s
         self._adopt = None
         number = self._epoch, adopt.window
@@ -311,7 +311,7 @@ class SimulatedSyncEpoch:
                 assert isinstance(instruction, PASSED_OVER), instruction
 
     def _granted(self, grant: GrantBatches) -> None:
-        """More steps: this rank's part of them is loaded."""
+        """Loads this rank's shares of granted steps."""
         rank = self._rank
         if not self._lost.is_settled:
             self._reports.granted(grant)
@@ -329,9 +329,9 @@ class SimulatedSyncEpoch:
         )
 
     def _account(self, number: int, cost: BatchCost) -> None:
-        """A step is done; a grant's report waits for the next one's backward pass."""
+        """Records a finished step; a grant's report waits for the next backward."""
         if self._lost.is_settled:
-            return  # what was begun before the death is not reported
+            return  # steps begun before the death are not reported
         if self._reports.step_done(number, cost):
             self._reports.close(backward_passes=number + 1)
 

@@ -1,7 +1,7 @@
-"""An epoch of windows on a simulated rank: execution of `WindowLoop`'s actions.
+"""An epoch of windows on a simulated rank: executes `WindowLoop`'s actions.
 
-What `elche.runtime.epochs.window_epoch` does with a loader, a device and collectives
-happens here in virtual time. The decisions are the same code. Pure.
+It does in virtual time what `elche.runtime.epochs.window_epoch` does with a loader, a
+device and collectives. The decision code is the same. Pure.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from elche.sim.simulated_loader import Loaded, Loader
 
 
 class SimulatedWindowEpoch:
-    """Trains on leases from window to window.
+    """Trains leased batches from window to window.
 
     Args:
-        rank: whose epoch.
-        begin: the coordinator's word that it begins.
+        rank: the training rank.
+        begin: the coordinator's instruction that begins it.
     """
 
     def __init__(self, rank: Rank, begin: BeginEpoch) -> None:
@@ -63,7 +63,7 @@ class SimulatedWindowEpoch:
         self._waited_s = self._held_s = 0.0
 
     def train(self) -> Generator[Any, Any, EndEpoch]:
-        """Runs the rest of the epoch, or of one part of it."""
+        """Trains the rest of the epoch, or of one part of it."""
         rank, loop, loader = self._rank, self._loop, self._loader
         inbox = self._engine.processes[rank.rank].inbox
         while True:
@@ -119,7 +119,7 @@ class SimulatedWindowEpoch:
                 yield from self._reduce(plan, self._in_flight)
             case Do.ADOPT, Adopt() as adopt:
                 assert self._loop.reduced_window >= adopt.window
-                self._adopted(adopt, self._rank.now_s)  # as all have, in the new group
+                self._adopted(adopt, self._rank.now_s)  # it was copied in the new group
             case Do.REGROUP, Regroup() as regroup:
                 yield from self._reform(regroup)
             case _:
@@ -139,7 +139,7 @@ class SimulatedWindowEpoch:
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
     def _has_ended(self) -> bool:
-        """True if what is waited for turned out to be the window's end."""
+        """True if the wait turned out to be for the window's end."""
         inbox = self._engine.processes[self._rank.rank].inbox
         return any(isinstance(item, CloseWindow) for item in inbox)
 
@@ -170,7 +170,7 @@ class SimulatedWindowEpoch:
         self._is_finite = True
 
     def _reduction(self, window: int) -> Collective:
-        """Takes part in a reduction."""
+        """Joins the reduction of a window."""
         rank = self._rank
         key = ("window", rank.run, rank.generation, window)
         members = self._sim.groups[rank.generation]
@@ -186,7 +186,7 @@ class SimulatedWindowEpoch:
         return collective
 
     def _reduce(self, plan: Reduce, collective: Collective) -> Script:
-        """Adopts a reduction's result, waiting for it if need be."""
+        """Adopts a reduction's result, waiting for it if necessary."""
         rank, began_s = self._rank, self._rank.now_s
         is_done = collective.done_s.get(rank.rank, float("inf")) <= began_s
         if not is_done:
@@ -293,7 +293,7 @@ class SimulatedWindowEpoch:
         self._reports.void()
 
     def _leave(self) -> None:
-        """The loop breaks off: commits what was trained, ends the epoch for all."""
+        """Leaves the loop early: commits trained batches, ends the epoch for all."""
         self._is_leaving = True
         self._discard()
         self._sim.send(

@@ -1,7 +1,7 @@
-"""Batches of an epoch: ranges of them, their samples, global and local ones. Pure.
+"""Batch ranges of an epoch: global and local batches, and their samples. Pure.
 
-The user's sampler yields *global* batches. Steps of ``sync`` are these; windows train
-on *local* batches, into which each global one is cut (`BatchCut`).
+The user's sampler yields *global* batches. ``sync`` takes one step per global batch.
+Windows train on *local* batches, into which each global one is cut (`BatchCut`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from elche.errors import ProtocolError
 
 Range = tuple[int, int]
-"""Batches ``start <= batch < stop``."""
+"""Range of batches, ``start <= batch < stop``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class BatchCut:
     """Cut of each global batch into local ones: nearly equal, the larger first.
 
     Attributes:
-        parts: local batches of a global one, at least.
-        most: samples of a local batch at most; 0 for no limit.
-        least: no local batch has fewer samples, wherever the global one has as many.
+        parts: least number of local batches per global batch.
+        most: most samples of a local batch; 0 for no limit.
+        least: least samples of a local batch, unless the global batch has fewer.
     """
 
     parts: int = 1
@@ -36,16 +36,16 @@ class BatchCut:
             raise ProtocolError(f"expected a cut into 1 part or more, got {self}")
 
     def parts_of(self, samples: int) -> int:
-        """Local batches of a global batch."""
+        """Returns the number of local batches of a global batch."""
         wanted = -(-samples // self.most) if self.most else 1
         return max(1, min(max(self.parts, wanted), samples // self.least))
 
     def largest_of(self, samples: int) -> int:
-        """Samples of the largest local batch of a global batch."""
+        """Returns the samples of a global batch's largest local batch."""
         return -(-samples // self.parts_of(samples))
 
     def to_wire(self) -> tuple[int, ...]:
-        """Fields for messages and records."""
+        """Returns the fields as a plain tuple for messages and records."""
         return self.parts, self.most, self.least
 
 
@@ -58,7 +58,7 @@ class BatchSizes:
 
     Attributes:
         runs: sizes of the global batches.
-        cut: batches are numbered and counted as this cuts the global ones.
+        cut: cut of the global batches; batch numbers and counts are of local batches.
     """
 
     runs: tuple[Range, ...]
@@ -90,16 +90,16 @@ class BatchSizes:
 
     @property
     def num_batches(self) -> int:
-        """Batches of the epoch."""
+        """Number of (local) batches in the epoch."""
         return self._starts[-1][0]
 
     @property
     def num_samples(self) -> int:
-        """Samples (positions) of the epoch."""
+        """Number of samples (positions) in the epoch."""
         return self._starts[-1][2]
 
     def run_of(self, batch: int) -> tuple[int, int]:
-        """Size of a batch, and the first batch after its run of equal sizes."""
+        """Returns a batch's size, and the first batch after its run of equal sizes."""
         run = self._run(batch)
         samples = self.runs[run][0]
         parts = self.cut.parts_of(samples)
@@ -112,16 +112,16 @@ class BatchSizes:
         return less, batch - part + parts
 
     def factor_of(self, batch: int) -> int:
-        """Local batches of a batch's global one: the factor of a sum over its samples.
+        """Returns the number of local batches in a batch's global batch.
 
-        The mean of these products is the sum over the global batch.
+        A sum over local samples is multiplied by it: the mean is then the global sum.
         """
         return self.cut.parts_of(self.runs[self._run(batch)][0])
 
     def part_of(self, batch: int) -> tuple[int, int, int]:
-        """The global batch of a batch, its first sample there, and one past its last.
+        """Returns a batch's global batch, its first sample there, and the end there.
 
-        All of it where batches are not cut.
+        Without a cut, that is the whole global batch.
         """
         run = self._run(batch)
         samples, (first, whole, _) = self.runs[run][0], self._starts[run]
@@ -132,7 +132,7 @@ class BatchSizes:
         return whole + before, start, start + less + (part < larger)
 
     def position_of(self, batch: int) -> int:
-        """The epoch's first sample of a batch; past the last one, their number."""
+        """Returns the position of a batch's first sample; `num_samples` at the end."""
         if batch == self.num_batches:
             return self.num_samples
         run = self._run(batch)
@@ -141,13 +141,13 @@ class BatchSizes:
         return position + (at - whole) * self.runs[run][0] + start
 
     def samples_in(self, start: int, stop: int) -> int:
-        """Samples of the batches ``start <= batch < stop``."""
+        """Returns the samples of the batches ``start <= batch < stop``."""
         if start >= stop:
             return 0
         return self.position_of(stop) - self.position_of(start)
 
     def cut_by(self, cut: BatchCut) -> BatchSizes:
-        """The same epoch, its global batches cut in this way."""
+        """Returns the same epoch with its global batches cut by ``cut``."""
         return BatchSizes(self.runs, cut)
 
     def _run(self, batch: int) -> int:
@@ -157,9 +157,9 @@ class BatchSizes:
         return run
 
     def batches_in(self, samples: float) -> float:
-        """Number of global batches that the first samples fill, with fractions.
+        """Returns how many global batches the first ``samples`` fill, with fractions.
 
-        All of them beyond the epoch's end.
+        Beyond the epoch's end it returns the number of all global batches.
         """
         batches = 0.0
         for size, count in self.runs:
@@ -169,12 +169,12 @@ class BatchSizes:
 
 
 def count_batches(ranges: Iterable[Range]) -> int:
-    """Batches of some ranges."""
+    """Returns the number of batches in some ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def append_range(ranges: deque[Range] | list[Range], part: Range) -> None:
-    """Appends a range, joined to the last one where they touch."""
+    """Appends a range; merges it with the last one if they are adjacent."""
     if ranges and ranges[-1][1] == part[0]:
         ranges[-1] = (ranges[-1][0], part[1])
     else:
@@ -182,7 +182,7 @@ def append_range(ranges: deque[Range] | list[Range], part: Range) -> None:
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same batches as few ranges, in order."""
+    """Returns sorted ranges with the same batches, adjacent ranges merged."""
     parts: list[Range] = []
     for part in sorted(ranges):
         append_range(parts, part)
@@ -190,7 +190,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def without(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """Parts of the ranges that are in none of the others."""
+    """Returns the parts of ``ranges`` that no range of ``others`` covers."""
     found, taken = [], sorted(others)
     for start, stop in ranges:
         for first, last in (*taken, (stop, stop)):
@@ -201,7 +201,7 @@ def without(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
 
 
 def named(ranges: Iterable[Range]) -> str:
-    """Batches in words, as in "3, 5 to 7"; "none" without any."""
+    """Formats batches as in "3, 5 to 7"; "none" without any."""
     found = (
         str(start) if stop == start + 1 else f"{start} to {stop - 1}"
         for start, stop in joined(ranges)

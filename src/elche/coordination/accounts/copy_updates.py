@@ -1,8 +1,8 @@
 """Updates of averaged copies of the model (EMA, SWA), counted in samples. Pure.
 
-A plain loop updates such a copy after some of its batches. Under windows each rank runs
-other batches, so its calls only tell which samples an update follows; what is due is
-counted by the samples of all ranks, and carried out with the common model at a commit.
+A plain loop updates such a copy after some of its batches. Under windows ranks run
+different batches, so a call only marks the samples that its update covers. Due updates
+are counted by the samples of all ranks, and applied to the common model at a commit.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import final
 
 @final
 class CopySamples:
-    """Samples whose batches updated copies, of all ranks, until a commit has them.
+    """Samples whose batches updated copies, of all ranks, until the next commit.
 
-    Copies have numbers, in the order in which each rank has come to know them. One that
-    a rank does not know yet waits for it, to the end of the epoch: all are to hold the
-    same. A rank that is given no work is not waited for.
+    Copies are numbered in the order in which a rank registers them. A copy's samples
+    wait until every rank has registered it, at the latest until the epoch's last
+    window: all ranks must hold equal copies. Idle ranks are not waited for.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class CopySamples:
         *,
         is_last: bool,
     ) -> tuple[int, ...]:
-        """All ranks have closed a window; returns what its commit brings each copy.
+        """Records a closed window; returns each copy's samples for its commit.
 
-        Each rank reports samples of as many copies as it knows.
+        Each rank reports samples of as many copies as it has registered.
         """
         for more in samples.values():
             pairs = zip_longest(self._waiting, more, fillvalue=0)
@@ -47,27 +47,27 @@ class CopySamples:
 
 @final
 class DueUpdates:
-    """Whole updates of one copy that samples amount to; the rest is carried over.
+    """Whole updates of one copy that are due; the fraction is carried over.
 
-    An epoch whose every batch updates the copy makes as many updates as a single
-    process takes steps in it, whatever the windows.
+    If every batch of an epoch updates the copy, the epoch makes as many updates as a
+    single process takes steps, for any windows.
     """
 
     def __init__(self) -> None:
         self._rest = Fraction(0)
 
     def state_dict(self) -> list[int]:
-        """State for the next part."""
+        """Returns the carried fraction as numerator and denominator."""
         return [self._rest.numerator, self._rest.denominator]
 
     def load_state_dict(self, state: Sequence[int]) -> None:
-        """Goes on from :meth:`state_dict`."""
+        """Restores the fraction from :meth:`state_dict`."""
         self._rest = Fraction(*state)
 
     def take(self, samples: int, epoch_batches: int, epoch_samples: int) -> int:
-        """Updates that are due after so many more samples.
+        """Adds samples; returns the number of updates that are due.
 
-        The epoch has ``epoch_samples`` in as many steps of a single process.
+        The epoch has ``epoch_samples`` samples in ``epoch_batches`` global batches.
         """
         self._rest += Fraction(samples * epoch_batches, epoch_samples)
         due = int(self._rest)

@@ -1,7 +1,7 @@
 """Delivered time of batches: measured once on each rank, added up for its reports.
 
-The loops of the worker's shell and of the simulator measure; `StepReports`,
-`LeaseReports` and a run on one device add up and report. Pure.
+The worker's loops and the simulator's measure the times. `StepReports`, `LeaseReports`
+and runs on one device add them up and report them. Pure.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 class BatchCost:
     """Time of one batch, or one step, on a rank.
 
-    Not frozen, for then making one takes three times as long.
+    Not frozen: creating a frozen instance takes three times as long.
 
     Attributes:
-        samples: of its own.
+        samples: this rank's samples.
         busy_s: delivered time: waiting for data, transfer and compute, without the
             wait for other ranks.
-        data_wait_s: of it, waiting for data.
-        transfer_s: of it, moving them to the device.
-        sync_wait_s: the wait for other ranks.
-        is_timed: False for a first one of its kind (compilation): no measure of speed.
+        data_wait_s: part of ``busy_s`` spent waiting for data.
+        transfer_s: part of ``busy_s`` spent moving data to the device.
+        sync_wait_s: wait for other ranks.
+        is_timed: False for a first batch of its kind (compilation), not a speed.
     """
 
     samples: int
@@ -42,14 +42,14 @@ class BatchCost:
         *,
         is_timed: bool = True,
     ) -> BatchCost:
-        """From when it was asked for, when it was on the device, and when it was done.
+        """Computes the costs from the times of request, arrival on the device, and end.
 
         Args:
-            samples: of its own.
+            samples: this rank's samples.
             times_s: these three times.
-            transfer_s: what of the time before it was there moved it to the device.
-            sync_wait_s: what of the time after that was spent on other ranks.
-            is_timed: as above.
+            transfer_s: part of the time before arrival that moved data to the device.
+            sync_wait_s: part of the time after the arrival spent waiting for ranks.
+            is_timed: see `BatchCost`.
         """
         began_s, ready_s, done_s = times_s
         return cls(
@@ -64,12 +64,12 @@ class BatchCost:
 
 @dataclass(slots=True)
 class DeliveredTimes:
-    """Time of a rank's batches since its last report; attributes of `BatchCost`.
+    """Sums over a rank's batches since its last report; fields as in `BatchCost`.
 
     Attributes:
-        batches: how many.
-        timed: how many of them are a measure of speed ...
-        timed_s: ... and the delivered time of those.
+        batches: number of batches.
+        timed: number of batches that measure speed (``is_timed``).
+        timed_s: delivered time of the ``timed`` batches.
     """
 
     samples: int = 0
@@ -82,7 +82,7 @@ class DeliveredTimes:
     timed_s: float = 0.0
 
     def add(self, cost: BatchCost) -> None:
-        """One batch more is done."""
+        """Adds a finished batch."""
         self.samples += cost.samples
         self.busy_s += cost.busy_s
         self.data_wait_s += cost.data_wait_s

@@ -1,4 +1,4 @@
-"""Epochs that are cut into parts: which positions are left, in which batches. Pure.
+"""Epochs cut into parts: positions that are left, and their batches. Pure.
 
 A cut epoch continues in the core as a new one over the untrained positions. The rest
 of a split global batch becomes a smaller batch of its own.
@@ -32,7 +32,7 @@ class PartRanges:
         return self._starts[-1]
 
     def origins_of(self, left: Sequence[Range]) -> PartRanges:
-        """The epoch's positions of ranges of the part."""
+        """Maps ranges of this part to positions of the epoch."""
         found: list[Range] = []
         own = zip(self.ranges, pairwise(self._starts), strict=True)
         for (start, _), (at, stop) in own:
@@ -43,7 +43,7 @@ class PartRanges:
         return PartRanges(tuple(joined(found)))
 
     def sizes_in(self, sizes: BatchSizes) -> BatchSizes:
-        """The part's global batches: those of the epoch, or what is left of each."""
+        """Returns the part's global batches: whole ones of the epoch, or their rest."""
         ends = [*accumulate(chain.from_iterable(repeat(*run) for run in sizes.runs))]
         found: list[int] = []
         for start, stop in self.ranges:
@@ -52,14 +52,14 @@ class PartRanges:
         return BatchSizes.of(found)
 
     def steps_in(self, sizes: BatchSizes, steps: int) -> BatchSizes:
-        """The part in so many global batches: the last ones of the epoch.
+        """Returns the part's batches if it takes ``steps``, sized as the epoch's last.
 
-        Positions move up. What is more than these hold (of ranks that have died) is
-        spread over them, from the last one on; fewer positions make equal batches.
+        Surplus positions (of ranks that have died) are spread over the batches, from
+        the last one on. With fewer positions the batches are of equal size.
 
         Args:
-            sizes: of the epoch.
-            steps: at least 1.
+            sizes: the epoch's batch sizes.
+            steps: number of global batches, at least 1.
         """
         steps = min(steps, self.num_positions)
         first, last = sizes.num_batches - steps, [0] * steps
@@ -79,10 +79,10 @@ class EpochRest:
     """Remainder of an epoch that is run in parts.
 
     Attributes:
-        sizes: of the epoch's global batches.
+        sizes: the epoch's global batches.
         left: positions to train on.
-        steps: in so many global batches, where ranks have died; 0: in what is left of
-            each of the epoch's.
+        steps: number of global batches for the rest, where ranks have died; 0 keeps
+            what is left of each of the epoch's batches.
     """
 
     sizes: BatchSizes
@@ -91,19 +91,19 @@ class EpochRest:
 
     @staticmethod
     def whole(sizes: BatchSizes) -> EpochRest:
-        """All of an epoch."""
+        """Returns the rest at an epoch's start: all of it."""
         return EpochRest(sizes, PartRanges(((0, sizes.num_samples),)))
 
     @property
     def part_sizes(self) -> BatchSizes:
-        """Global batches of the part that comes next."""
+        """Global batches of the next part."""
         if self.steps:
             return self.left.steps_in(self.sizes, self.steps)
         is_whole = self.left.num_positions == self.sizes.num_samples
         return self.sizes if is_whole else self.left.sizes_in(self.sizes)
 
     def after(self, end: EndEpoch) -> EpochRest:
-        """Remainder after a part has ended."""
+        """Returns the rest after a part has ended."""
         steps = end.steps
         if self.steps and not steps:
             sizes, left = self.part_sizes, sum(stop - start for start, stop in end.left)
@@ -113,7 +113,7 @@ class EpochRest:
 
 
 def whole_end(parts: Sequence[EndEpoch]) -> EndEpoch:
-    """Merged end of all parts of one epoch, as if it had not been cut."""
+    """Merges the ends of all parts of one epoch, as if it had not been cut."""
     return replace(
         parts[-1],
         samples=sum(part.samples for part in parts),

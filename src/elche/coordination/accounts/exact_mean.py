@@ -6,11 +6,11 @@ import math
 from fractions import Fraction
 
 MOST_LEFT_OUT = 2**53
-"""Counts stop here, so that they travel as 64-bit integers."""
+"""Upper bound of the count of excluded values, so that it fits a 64-bit integer."""
 
 
 class WeightedMean:
-    """The mean of values by their weights, and how many values it lacks."""
+    """Weighted mean of values, with a count of the values excluded from it."""
 
     __slots__ = ("_left_out", "_weight", "_weighted_sum")
 
@@ -21,8 +21,8 @@ class WeightedMean:
     def add(self, weighted_sum: float, weight: float) -> None:
         """Adds values by their weighted sum and their weight.
 
-        Where either is not finite, or the weight negative, nothing is added; as many
-        values as the weight says, at least one, count as left out. A weight of zero
+        If either is not finite, or the weight is negative, nothing is added: the values
+        count as excluded, as many as the weight says, at least one. A weight of zero
         adds nothing.
         """
         if not (math.isfinite(weighted_sum) and 0.0 <= weight < math.inf):
@@ -32,7 +32,7 @@ class WeightedMean:
             self._weight += Fraction(weight)
 
     def leave_out(self, count: int) -> None:
-        """Counts values that are not added."""
+        """Counts values excluded from the mean."""
         self._left_out = min(self._left_out + count, MOST_LEFT_OUT)
 
     def merge(self, other: WeightedMean) -> None:
@@ -55,7 +55,7 @@ class WeightedMean:
 
     @property
     def left_out(self) -> int:
-        """Values in no mean; one where the mean itself is beyond the range."""
+        """Number of excluded values, plus one if the mean itself overflows."""
         beyond = self.value is None and self._weight != 0
         return min(self._left_out + beyond, MOST_LEFT_OUT)
 

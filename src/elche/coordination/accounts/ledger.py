@@ -1,9 +1,9 @@
 """Ledger of an epoch's batches: pooled, leased, trained, staged, committed.
 
-A batch is a range of *positions* of the epoch's permutation; the ledger keeps the
-account in batches, in which leases are granted, and counts samples by their sizes.
-Every batch is in exactly one place at any time (:meth:`EpochLedger.check`), and it
-leaves the pool for good exactly once. Pure.
+A batch is a range of *positions* of the epoch's permutation. Leases are granted and
+accounted in batches; samples follow from the batch sizes. Every batch is in exactly one
+place at any time (:meth:`EpochLedger.check`), and leaves the pool for good exactly
+once. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elche.errors import ProtocolError, TransitionError
 
 @dataclass(slots=True)
 class _Holding:
-    """Batches of one holder: leased, trained, and offered to a window."""
+    """One holder's batches: leased, trained, closed with a window, and staged."""
 
     leased: deque[Range] = field(default_factory=deque)
     trained: list[Range] = field(default_factory=list)
@@ -37,13 +37,12 @@ class _Holding:
 
 
 class EpochLedger:
-    """The account of one epoch.
+    """Account of one epoch's batches.
 
-    A batch goes from the pool to a *lease*, is *trained*, *closed* with its window,
-    *staged* while that is reduced, and *committed*; or *discarded*, where its window
-    closes with an update that is not finite. Whatever a lost holder had short of that
-    returns to the pool. Granting and training cost the same however many holders there
-    are.
+    A batch moves from the pool to a *lease*, is *trained*, *closed* with its window,
+    *staged* while that is reduced, and *committed*. It is *discarded* if its window's
+    update is not finite. A lost holder's batches return to the pool unless they are
+    committed or discarded. A grant costs the same for any number of holders.
 
     Args:
         sizes: the epoch's batch sizes.
@@ -51,7 +50,7 @@ class EpochLedger:
 
     Attributes:
         pooled: batches that no rank holds.
-        total_leased: batches leased to anybody and not yet trained on.
+        total_leased: batches leased to all holders and not trained on yet.
     """
 
     def __init__(self, sizes: BatchSizes, holders: Iterable[int]) -> None:
@@ -67,22 +66,22 @@ class EpochLedger:
 
     @property
     def used_samples(self) -> int:
-        """Samples that were trained on, and are committed or wait for it."""
+        """Samples that were trained on: committed, or waiting for a commit."""
         held = self._holdings.values()
         waiting = [[*h.trained, *h.closed, *h.staged] for h in held]
         return sum(map(self._samples_in, [self._committed, *waiting]))
 
     @property
     def is_done(self) -> bool:
-        """True when nothing is pooled, leased or waiting for a commit."""
+        """True if nothing is pooled, leased or waiting for a commit."""
         return not self._pool and not any(h.all for h in self._holdings.values())
 
     def leased(self, holder: int) -> int:
-        """Batches leased to a holder and not yet trained on."""
+        """Returns the number of batches leased to a holder and not trained on yet."""
         return count_batches(self._holdings[holder].leased)
 
     def trained(self, holder: int) -> int:
-        """Batches that a holder has trained on since it last closed a window."""
+        """Returns the number of batches trained by a holder since its last close."""
         return count_batches(self._holdings[holder].trained)
 
     def lease(self, holder: int, most: int) -> Range:
@@ -104,7 +103,7 @@ class EpochLedger:
         """Moves the batches ``start <= batch < stop`` from the pool to a holder.
 
         Raises:
-            TransitionError: they are not all in the pool.
+            TransitionError: some batches are not in the pool.
         """
         self._take(start, stop)
         self._granted(holder, (start, stop))
@@ -127,10 +126,10 @@ class EpochLedger:
         self.total_leased += part[1] - part[0]
 
     def train(self, holder: int, start: int, stop: int) -> int:
-        """Moves the next leased batches of a holder to trained; returns their samples.
+        """Moves a holder's next leased batches to trained; returns their samples.
 
         Raises:
-            ProtocolError: they are not the next ones that it was given.
+            ProtocolError: the batches are not the holder's next leased ones.
         """
         holding = self._holdings.get(holder)
         leases = holding.leased if holding is not None else deque()
@@ -148,13 +147,13 @@ class EpochLedger:
         return self.sizes.samples_in(start, stop)
 
     def close(self, holder: int) -> None:
-        """Assigns a holder's trained batches to the window that it ends now."""
+        """Assigns a holder's trained batches to the window that closes now."""
         holding = self._holdings[holder]
         holding.closed.extend(holding.trained)
         holding.trained.clear()
 
     def stage(self) -> int:
-        """Puts everything closed into the reduction that begins; returns its samples.
+        """Moves all closed batches into the starting reduction; returns their samples.
 
         Raises:
             TransitionError: the last reduction has not been committed.
@@ -166,7 +165,7 @@ class EpochLedger:
         return sum(self._samples_in(h.staged) for h in self._holdings.values())
 
     def commit(self) -> None:
-        """Moves what was staged to committed."""
+        """Moves staged batches to committed."""
         for holding in self._holdings.values():
             self._committed += holding.staged
             holding.staged.clear()
@@ -178,10 +177,10 @@ class EpochLedger:
     def unstage_gone(self) -> dict[int, int]:
         """Returns lost ranks' batches to the pool, since the reduction is repeated.
 
-        What others have closed meanwhile waits for the next one.
+        Batches that other ranks have closed meanwhile wait for the next reduction.
 
         Returns:
-            The samples that are pooled again, by who had them.
+            The samples that return to the pool, by lost rank.
         """
         samples: dict[int, int] = {}
         for holder in self._gone:
@@ -192,7 +191,7 @@ class EpochLedger:
         return samples
 
     def give_back(self, holder: int) -> int:
-        """Returns leases not trained on to the pool; returns how many batches."""
+        """Returns a holder's untrained leases to the pool; returns their number."""
         leased, count = self._holdings[holder].leased, self.leased(holder)
         self._return(leased)
         leased.clear()
@@ -200,15 +199,15 @@ class EpochLedger:
         return count
 
     def discard(self, holder: int) -> None:
-        """Drops a holder's closed batches: done, and in no model."""
+        """Drops a holder's closed batches: they count as done, but are in no model."""
         self._left_out += self._holdings[holder].closed
         self._holdings[holder].closed = []
 
     def remove(self, holder: int) -> None:
-        """A holder is gone: what it had returns to the pool.
+        """Removes a lost holder and returns its batches to the pool.
 
-        But for its part of a reduction under way, which is decided by :meth:`commit`
-        or :meth:`unstage_gone`.
+        Its part of a reduction under way stays until :meth:`commit` or
+        :meth:`unstage_gone`.
         """
         self.give_back(holder)
         holding = self._holdings[holder]
@@ -220,14 +219,14 @@ class EpochLedger:
             del self._holdings[holder]
 
     def positions_left(self) -> tuple[Range, ...]:
-        """Positions that are pooled, or were when the epoch was abandoned."""
+        """Returns positions that are pooled, or were when the epoch was abandoned."""
         return tuple(
             (self.sizes.position_of(start), self.sizes.position_of(stop))
             for start, stop in joined([*self._abandoned, *self._pool])
         )
 
     def abandon(self) -> int:
-        """Takes what is pooled out of the epoch (the loop ended early)."""
+        """Empties the pool as the loop ended early; returns the number of batches."""
         count, self.pooled = self.pooled, 0
         self._left_out += self._pool
         self._abandoned += self._pool
@@ -235,7 +234,7 @@ class EpochLedger:
         return count
 
     def check(self) -> None:
-        """Asserts that every batch is in exactly one place, and the counts."""
+        """Asserts that every batch is in exactly one place, and checks the counts."""
         places = [*self._pool, *self._committed, *self._left_out]
         for holding in self._holdings.values():
             places += holding.all
@@ -254,6 +253,6 @@ class EpochLedger:
         return sum(self.sizes.samples_in(*part) for part in parts)
 
     def _return(self, parts: Iterable[Range]) -> None:
-        """Puts batches back into the pool, in order, ranges that touch joined."""
+        """Returns batches to the pool, in order, adjacent ranges merged."""
         self.pooled += count_batches(parts)
         self._pool = deque(joined([*parts, *self._pool]))

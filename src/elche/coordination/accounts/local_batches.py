@@ -12,14 +12,14 @@ from elche.errors import ConfigError
 def local_cut(
     windows: WindowConfig, world_size: int, least: int, caps: Iterable[int | None] = ()
 ) -> BatchCut:
-    """Cut of a run's global batches in windows, until ranks die or join.
+    """Returns how a run cuts its global batches in windows, until ranks die or join.
 
     Args:
-        windows: the run's settings.
-        world_size: ranks that are in the run now, excluded ones as well.
-        least: samples that the model can train on.
-        caps: samples that the ranks' devices hold at once; None for no limit. They
-            limit no size that the user has set.
+        windows: the run's window settings.
+        world_size: number of ranks in the run, including excluded ones.
+        least: least samples that the model can train on.
+        caps: most samples that each rank's device holds at once; None for no limit.
+            A ``local_batch_size`` set by the user ignores them.
     """
     if windows.local_batch_size is not None:
         return BatchCut(1, windows.local_batch_size, least)
@@ -30,13 +30,13 @@ def local_cut(
 def check_local_batches(
     windows: WindowConfig, world_size: int, least: int, batch_size: int | None
 ) -> None:
-    """Refuses local batches that cannot be as they were asked for.
+    """Rejects local batch sizes that the model or the loader does not allow.
 
-    The model trains on ``least`` samples or more; ``batch_size`` is None where the
-    loader's batches have none in common.
+    The model needs ``least`` samples or more; ``batch_size`` is None if the loader's
+    batches vary in size.
 
     Raises:
-        ConfigError: says what to set.
+        ConfigError: a size is not possible; the message names the setting to change.
     """
     given = windows.local_batch_size
     if given is not None and given < least:

@@ -1,7 +1,7 @@
 """Metrics of epochs and windows: sums over the ranks' reports.
 
-`MetricsBook` takes reports in any order and at any world size, one addition per number,
-and closes them into plain comparable values. Scalars that users log arrive as weighted
+`MetricsBook` accepts reports in any order and at any world size, with one addition per
+number, and closes them into plain comparable values. Users' scalars arrive as weighted
 sums; their means do not depend on the order in which ranks report. Pure.
 """
 
@@ -24,27 +24,26 @@ WINDOWS_KEPT = EPOCHS_KEPT = 1000
 Kind = TypeVar("Kind", bound="Metrics")
 _TIMES = "busy_s", "data_wait_s", "transfer_s", "sync_wait_s"
 _COUNTED = ("samples", "discarded_samples", "late_batches", *_TIMES)
-"""Fields of `RankReport` that are added up by rank."""
+"""Fields of `RankReport` that are summed per rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """Part of what one rank did in a window; parts are added up.
+    """One rank's work in part of a window; reports of one window are added up.
 
     Attributes:
-        rank: who.
-        samples: trained on; negative where earlier ones turned out to be discarded.
-        discarded_samples: trained on for nothing; see `Metrics`.
+        rank: the reporting rank.
+        samples: samples trained on; negative corrects earlier ones that were discarded.
+        discarded_samples: samples trained on but in no model; see `Metrics`.
         busy_s: delivered time: waiting for data, transfer and compute.
-        data_wait_s: of it, waiting for data.
-        transfer_s: of it, moving batches to the device.
-        sync_wait_s: in synchronisations: waiting for other ranks and reducing.
-        late_batches: run in the next window before it held the average.
+        data_wait_s: part of ``busy_s`` spent waiting for data.
+        transfer_s: part of ``busy_s`` spent moving batches to the device.
+        sync_wait_s: time in synchronisations: waiting for other ranks and reducing.
+        late_batches: batches of the next window run before the average was adopted.
         divergence: distance from the consensus over its norm, None if not measured.
         parameter_norm: L2 norm of the consensus, None if not measured.
-        scalars: (name, weighted sum, weight) of what the user logged. An entry whose
-            weighted sum is not finite stands for as many values that were left out as
-            its weight says.
+        scalars: (name, weighted sum, weight) of the user's logged scalars. If the
+            weighted sum is not finite, the entry counts as ``weight`` excluded values.
     """
 
     rank: int
@@ -62,34 +61,31 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Work of the ranks over some time; tuples of numbers have one per rank.
+    """Work of the ranks over some time; tuples have one number per rank.
 
-    In a run of many ranks only the first one is told of each; the others are told
-    `totals`.
+    In large runs only the first rank receives these; the others receive `totals`.
 
     Attributes:
-        epoch: counted from 0.
-        synchronisations: how many ended in it.
+        epoch: epoch number, from 0.
+        synchronisations: number of synchronisations that ended in this time.
         duration_s: wall time.
         rank_samples: samples of each rank whose contribution is in the model.
-        discarded_samples: samples that each rank trained on beside them, and whose
-            contribution is in no model: it was not finite, or its rank was lost before
-            it was reduced. These, but not those, were trained on again, and count
-            there as well.
+        discarded_samples: samples of each rank whose contribution is in no model: it
+            was not finite, or its rank was lost before the reduction. In the latter
+            case they were trained on again, and also count in ``rank_samples``.
         busy_s: delivered time (data wait, transfer and compute).
-        data_wait_s: of it, waiting for data.
-        transfer_s: of it, moving batches to the device.
-        sync_wait_s: in synchronisations.
-        late_batches: overlapped, those that each rank ran in the next window before it
-            held the average; their sum if there were several synchronisations.
-        divergence: distance from the consensus over its norm, the largest if there were
-            several; infinite where a rank's parameters were not finite; empty unless
-            every rank has said it.
-        parameter_norm: L2 norm of the consensus, None if it was not measured.
-        means: (name, weighted mean) of what users logged, in the order of names, on
-            samples that were discarded too. Where a GradScaler steps the optimizer,
-            ``grad_scaler_skips`` is the part of its steps that it skipped; their
-            samples count as done.
+        data_wait_s: part of ``busy_s`` spent waiting for data.
+        transfer_s: part of ``busy_s`` spent moving batches to the device.
+        sync_wait_s: time in synchronisations.
+        late_batches: overlapped: batches of the next window that each rank ran before
+            it adopted the average, summed over synchronisations.
+        divergence: distance from the consensus over its norm, the largest of several
+            synchronisations; infinite if a rank's parameters were not finite; empty
+            unless every rank has reported it.
+        parameter_norm: L2 norm of the consensus, None if not measured.
+        means: (name, weighted mean) of the user's logged scalars, sorted by name,
+            discarded samples included. With a GradScaler, ``grad_scaler_skips`` is the
+            fraction of optimizer steps it skipped; their samples count as done.
         left_out: (name, count) of logged values that were not finite and are in no
             mean.
     """
@@ -116,14 +112,14 @@ class Metrics:
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput of the whole run, by wall time; 0 where no time has passed."""
+        """Throughput (samples/s) of the whole run by wall time; 0 if no time passed."""
         return self.samples / self.duration_s if self.duration_s > 0 else 0.0
 
     @property
     def rank_samples_per_s(self) -> tuple[float, ...]:
-        """Throughput of each rank outside of synchronisations.
+        """Throughput (samples/s) of each rank outside of synchronisations.
 
-        With what was discarded, which took its time as well.
+        Discarded samples count, since they took time as well.
         """
         work = zip(self.rank_samples, self.discarded_samples, self.busy_s, strict=True)
         return tuple(
@@ -135,16 +131,16 @@ class Metrics:
     def efficiency(self) -> float:
         """`samples_per_s` over the sum of `rank_samples_per_s`; 0 if nothing was done.
 
-        It is below 1 by what ranks wait for each other and reduce. It does not see that
-        a device is slower on its share of a batch than on a whole one, nor a device
-        that was left out. No measure where tuples hold one number for all ranks.
+        Waiting for other ranks and reducing lower it below 1. It ignores that a device
+        is slower on a share of a batch than on a whole one, and excluded devices.
+        Meaningless for `totals`, whose tuples hold one number for all ranks.
         """
         most = math.fsum(self.rank_samples_per_s)
         return self.samples_per_s / most if most > 0 else 0.0
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each rank's part of the samples; zeros where no rank had any."""
+        """Each rank's fraction of the samples; zeros if there are none."""
         total = self.samples or 1
         return tuple(samples / total for samples in self.rank_samples)
 
@@ -155,10 +151,10 @@ class Metrics:
         return tuple(max(0.0, busy - data - transfer) for busy, data, transfer in parts)
 
     def totals(self: Kind) -> Kind:
-        """The same with one number for all ranks together, in place of one per rank.
+        """Returns a copy with one number for all ranks together, not one per rank.
 
-        Sums, and the largest divergence: `samples` and `samples_per_s` stay what they
-        were, `rank_samples_per_s` is the mean rank's.
+        Numbers are summed; divergence is the maximum. `samples` and `samples_per_s`
+        stay as they are, `rank_samples_per_s` becomes the mean rank's.
         """
         numbers = {_field_of(name): _total_of(name) for name in _COUNTED}
         totals: dict[str, Any] = {
@@ -178,11 +174,11 @@ class Metrics:
         return dict(self.left_out)
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields alone, without what follows from them."""
+        """Returns the fields by name, without derived values."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def to_json(self) -> str:
-        """The fields as text for a message; `from_json` gives an equal value."""
+        """Returns the fields as JSON for a message; `from_json` reads it back."""
         return json.dumps(self.as_fields())
 
     @classmethod
@@ -190,7 +186,7 @@ class Metrics:
         """Reads what `to_json` wrote.
 
         Raises:
-            ProtocolError: it is not that.
+            ProtocolError: the text is not such JSON.
         """
         try:
             return cls(**{k: _tuples(value) for k, value in json.loads(text).items()})
@@ -200,7 +196,7 @@ class Metrics:
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; an infinite divergence or norm is None there."""
+        """Returns plain values for JSON; an infinite divergence or norm is None."""
         plain: dict[str, Any] = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in self.as_fields().items()
@@ -230,7 +226,7 @@ class WindowMetrics(Metrics):
     ranks reported together.
 
     Attributes:
-        window: its number; under ``sync`` that of the last step in the epoch.
+        window: window number; under ``sync`` the number of the last step in the epoch.
     """
 
     window: int
@@ -242,9 +238,9 @@ class EpochMetrics(Metrics):
 
 
 class MetricsBook:
-    """Adds up what ranks report, per window and per epoch.
+    """Sums the ranks' reports per window and per epoch.
 
-    Windows may overlap: a rank that is already in the next one reports for that.
+    Windows may overlap: a rank may report for the next window already.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -258,14 +254,14 @@ class MetricsBook:
         return round(sum(sum(account.counted["samples"]) for account in accounts))
 
     def begin_epoch(self, epoch: int, now_s: float) -> None:
-        """Forgets the last epoch and begins this one."""
+        """Starts an epoch and drops the last one's sums."""
         self._epoch = epoch
         self._began_s = self._closed_s = now_s
         self._open: dict[int, _Account] = {}
         self._total = self._whole = _Account(self._world_size)
 
     def add(self, window: int, report: RankReport) -> None:
-        """Adds a rank's report; it costs as much as it has scalars.
+        """Adds a rank's report; the cost is proportional to its number of scalars.
 
         A report for a window that is closed counts in the next one.
         """
@@ -280,12 +276,12 @@ class MetricsBook:
     def close_window(
         self, window: int, now_s: float, synchronisations: int = 1
     ) -> WindowMetrics:
-        """Ends a window; its time runs from the end of the last one.
+        """Closes a window; its duration starts at the end of the last one.
 
         Args:
-            window: its number; earlier ones that are still open count with it.
-            now_s: the time.
-            synchronisations: how many it covers.
+            window: window number; earlier windows that are open are merged into it.
+            now_s: current time.
+            synchronisations: number of synchronisations that it covers.
         """
         first, *others = sorted(n for n in self._open if n <= window) or [window]
         account = self._open.pop(first, None) or _Account(self._world_size)
@@ -304,9 +300,9 @@ class MetricsBook:
     def end_epoch(
         self, now_s: float, before: MetricsBook | None = None
     ) -> EpochMetrics:
-        """Ends the epoch; what came after its last window counts in it.
+        """Closes the epoch; reports after its last window count in it.
 
-        ``before`` is the book of its earlier parts, which ends with it.
+        ``before`` is the book of the epoch's earlier parts; it is merged into this one.
         """
         for number in sorted(self._open):
             self._total.merge(self._open.pop(number))
@@ -322,7 +318,7 @@ class MetricsBook:
 
 
 class _Account:
-    """Reports of one window, or of an epoch."""
+    """Sums of the reports of one window, or of an epoch."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -346,7 +342,7 @@ class _Account:
             self.means[name].add(weighted_sum, weight)
 
     def merge(self, later: _Account) -> None:
-        """Adds the account of a later time, which may be of fewer ranks."""
+        """Adds a later account, which may have fewer ranks."""
         for name, values in self.counted.items():
             for rank, value in enumerate(later.counted[name]):
                 values[rank] += value
@@ -358,13 +354,13 @@ class _Account:
         self.synchronisations += later.synchronisations
 
     def grow(self, world_size: int) -> None:
-        """Makes room for ranks that have joined."""
+        """Extends the sums for ranks that have joined."""
         for name, values in self.counted.items():
             values += _zeros(name, world_size - len(values))
         self.world_size = max(self.world_size, world_size)
 
     def as_fields(self) -> dict[str, Any]:
-        """Fields of `Metrics`, except time and place."""
+        """Returns the fields of `Metrics`, except epoch, window and duration."""
         names = sorted(self.means)
         values = [(name, self.means[name].value) for name in names]
         counts = [(name, self.means[name].left_out) for name in names]
@@ -386,7 +382,7 @@ class _Account:
 
 
 def _field_of(name: str) -> str:
-    """The field of `Metrics` with the sums of a field of `RankReport`."""
+    """Returns the field of `Metrics` that sums this field of `RankReport`."""
     return "rank_samples" if name == "samples" else name
 
 
@@ -399,7 +395,7 @@ def _zeros(name: str, world_size: int) -> list[float]:
 
 
 def _no_nan(value: float) -> float:
-    """The value, or infinity for NaN, so that values can be compared."""
+    """Returns the value, or infinity for NaN, so that values can be compared."""
     return math.inf if math.isnan(value) else value
 
 
@@ -408,5 +404,5 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
+    """Converts JSON lists back to tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -18,9 +18,9 @@ from elche.errors import MismatchError
 EVERY_STEPS = 8
 SLICES = 32
 LEAST_VALUES, MOST_VALUES = 1 << 14, 1 << 22
-"""Values of a slice: the most bounds temporary memory."""
+"""Least and most values of a slice; the most bounds temporary memory."""
 WALK, SHIFT = 1024.0, 16.0
-"""Tolerance in roundings: a random walk of each value; a shift of all of them alike."""
+"""Tolerance in roundings: a random walk of each value; a common shift of all."""
 BEFORE = "where the epoch, or its last part, began"
 CAUSES = (
     "usual causes: gradients changed after backward() in another way on each rank "
@@ -31,10 +31,17 @@ CAUSES = (
 
 
 class ModelCheck(NamedTuple):
-    """Sums over a slice of a rank's parameters: of bits, values and squares.
+    """Checksums of a slice of a rank's parameters: bits, values and squares.
 
-    It was made `at` a step, window or slice, of the tensors named in `what`, on a
-    device of this `kind`; `precision` is the relative error of a rounding.
+    Attributes:
+        at: step, window or slice at which the checksums were computed.
+        what: names of the summed tensors.
+        kind: kind of the device.
+        bits: checksum of the bit patterns.
+        values: number of values.
+        precision: relative error of one rounding.
+        total: sum of the values.
+        squares: sum of the squares.
     """
 
     at: int
@@ -50,7 +57,7 @@ class ModelCheck(NamedTuple):
 def plan_slices(shapes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
     """Cuts tensors into slices of about equal size: (tensor, first row, past the last).
 
-    The shapes are rows of each tensor, and values in each row.
+    ``shapes`` holds each tensor's number of rows, and of values per row.
     """
     total = sum(rows * values for rows, values in shapes)
     most = min(MOST_VALUES, max(LEAST_VALUES, math.ceil(total / SLICES)))
@@ -70,10 +77,10 @@ def plan_slices(shapes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, 
 
 
 def parted(checks: Mapping[int, ModelCheck]) -> tuple[list[int], list[int]] | None:
-    """Ranks that differ, and those they differ from; None where all agree.
+    """Returns ranks that differ and ranks they differ from; None if all agree.
 
-    The reference of each kind of device is what most of its ranks hold, or its lowest
-    rank.
+    The reference of each kind of device is its ranks' most frequent checksum, or that
+    of its lowest rank.
     """
     kinds: dict[tuple[str, str], dict[int, ModelCheck]] = {}
     for rank, check in sorted(checks.items()):
@@ -104,13 +111,13 @@ def _is_near(one: ModelCheck, other: ModelCheck) -> bool:
 
 @final
 class ModelChecks:
-    """Comparison of ranks at several places; remembers when tensors were equal.
+    """Compares ranks' models at several places; remembers when tensors were equal.
 
     Args:
-        when: the checks are made; `{at}` stands for their place.
-        before: ranks were equal, of tensors that were not compared yet: all hold one
-            model where an epoch begins, or a part of it.
-        causes: of a difference.
+        when: description of the time of a check; `{at}` is replaced by its place.
+        before: time at which tensors that were not compared yet were equal: all ranks
+            hold one model where an epoch, or a part of it, begins.
+        causes: possible causes of a difference.
     """
 
     def __init__(self, when: str, before: str = "", causes: str = CAUSES) -> None:
@@ -118,7 +125,7 @@ class ModelChecks:
         self._since: dict[str, str] = {}
 
     def compare(self, rows: Mapping[int, CheckRows]) -> None:
-        """Compares what the ranks of one group report.
+        """Compares the checksums reported by the ranks of one group.
 
         Raises:
             MismatchError: ranks hold different values.

@@ -1,9 +1,9 @@
 """Count of the learning rate scheduler steps due in an epoch of windows.
 
-One device steps a scheduler every so many batches, its *period*. In windows a rank's
-own batches say nothing about the run. So the loop's calls tell only the period, which
-ranks agree on at every reduction, and the steps due follow the samples that the run has
-trained on: the same function on every rank. Pure.
+One device steps a scheduler every few batches, its *period*. In windows a rank's own
+batches do not measure the run's progress, so the loop's calls determine only the
+period. Ranks agree on it at every reduction. The due steps follow from the samples that
+the run has trained on, by the same function on every rank. Pure.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from elche.errors import MismatchError
 class ScheduleSteps:
     """Steps of one scheduler in one epoch.
 
-    Periods begin anew with every epoch, as in ``if (i + 1) % k == 0``: what is left of
-    one at its end is no step.
+    Periods restart with every epoch, as in ``if (i + 1) % k == 0``: an incomplete
+    period at its end gives no step.
 
     Args:
-        of_epoch: global batches of the epoch.
-        most: steps that the schedule has left; None without an end.
-        ahead: steps taken too many in the epoch before, which ended early; as many of
-            this one are passed over.
+        of_epoch: number of global batches in the epoch.
+        most: steps that the schedule has left; None if it has no end.
+        ahead: surplus steps of the epoch before, which ended early; as many are
+            skipped in this one.
 
     Attributes:
-        taken: steps taken in this epoch, and those that it was ahead.
+        taken: steps taken in this epoch, plus ``ahead``.
     """
 
     def __init__(self, of_epoch: int, most: int | None = None, ahead: int = 0) -> None:
@@ -43,11 +43,11 @@ class ScheduleSteps:
         self.taken = ahead
 
     def skip(self, batches: float) -> None:
-        """Starts after batches of the epoch that are done, schedule included."""
+        """Starts after this many batches, which are done and scheduled already."""
         self._skipped = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts so far."""
+        """Returns the counts so far."""
         return {
             "gaps": [list(each) for each in sorted(self._gaps.items())],
             "batches": self._batches,
@@ -59,7 +59,7 @@ class ScheduleSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`, with the schedule as it was then."""
+        """Restores :meth:`state_dict`, for a schedule in the state of that time."""
         self._gaps = Counter({gap: count for gap, count in state["gaps"]})
         self._batches, self._calls = state["batches"], state["calls"]
         self._last_call, self._agreed = state["last_call"], state["agreed"]
@@ -70,7 +70,7 @@ class ScheduleSteps:
 
     @property
     def is_called_for(self) -> bool:
-        """True if the loop has called it more often than it stepped."""
+        """True if the loop has called the scheduler more often than it was stepped."""
         return self._calls > self.taken
 
     @property
@@ -80,14 +80,14 @@ class ScheduleSteps:
 
     @property
     def report(self) -> tuple[int, int]:
-        """Number of calls of this rank's loop, and their period."""
+        """This rank's number of calls, and their period."""
         return self._calls, self._seen
 
     @property
     def _seen(self) -> int:
-        """The usual number of batches between two calls.
+        """Most frequent number of batches between two calls.
 
-        After a single call it is at least the batches before that call and those since.
+        After a single call: at least the batches before that call and those since.
         """
         if self._gaps:
             return self._gaps.most_common(1)[0][0]
@@ -95,7 +95,7 @@ class ScheduleSteps:
         return max(self._last_call, since) if self._calls else 0
 
     def called(self) -> bool:
-        """Records a call in the current batch; False if there was one before."""
+        """Records a call in the current batch; returns False for a repeated call."""
         now = self._batches + 1
         if self._calls and now == self._last_call:
             return False
@@ -106,29 +106,29 @@ class ScheduleSteps:
         return True
 
     def batch_done(self) -> None:
-        """The loop has run a batch."""
+        """Counts a finished batch."""
         self._batches += 1
 
     def agree(self, period: int) -> None:
-        """Adopts the period agreed on by all ranks; 0 before any call."""
+        """Adopts the period that all ranks agreed on; 0 if no rank has called yet."""
         self._agreed = period or self._agreed
 
     def due(self, batches: float, *, is_agreed: bool = False) -> int:
-        """Steps to take inside the epoch, after so many global batches of it.
+        """Returns the steps to take after this many global batches of the epoch.
 
         Args:
-            batches: planned ones, and parts of one, too.
-            is_agreed: only as far as all ranks know of, for a step in common.
+            batches: global batches, planned ones included; may have a fraction.
+            is_agreed: use only the agreed period, for a step that all ranks take.
         """
         period = self._agreed if is_agreed else self.period
         return self._owed(min(batches, self._of_epoch - 1), period)
 
     def due_at_end(self, batches: float) -> int:
-        """Steps to take when the epoch has ended after so many global batches."""
+        """Returns the steps to take when the epoch has ended after ``batches``."""
         return self._owed(batches, self.period)
 
     def ahead(self, batches: float) -> int:
-        """Steps taken too many when the epoch has ended after so many batches."""
+        """Returns the surplus steps when the epoch has ended after ``batches``."""
         period = self.period
         return max(0, self.taken - int(batches + ROUNDING) // period) if period else 0
 
@@ -141,13 +141,13 @@ class ScheduleSteps:
 
 
 def common_periods(reports: Mapping[int, Runs]) -> tuple[int, ...]:
-    """The period of every scheduler: that of the rank that has called it most often.
+    """Returns each scheduler's period: that of the rank with the most calls.
 
     Args:
-        reports: of each rank, `ScheduleSteps.report` of its schedulers.
+        reports: `ScheduleSteps.report` of each rank's schedulers.
 
     Raises:
-        MismatchError: ranks have handed over other numbers of schedulers.
+            MismatchError: ranks registered different numbers of schedulers.
     """
     counts = {rank: len(report) for rank, report in reports.items()}
     if len(set(counts.values())) > 1:

@@ -8,20 +8,20 @@ from typing import final
 from elche.coordination.accounts.batch_ranges import BatchSizes
 
 ROUNDING = 1e-6
-"""Parts of a step: what is left of one by rounding is none."""
+"""Tolerance (steps): a smaller remainder is rounding, and counts as none."""
 
 
 @final
 class StepCount:
-    """Steps of the run so far, the same on every rank.
+    """Number of the run's steps so far, the same on every rank.
 
-    A step is a global batch of the user's loader, also a short one at an epoch's end:
-    after an epoch they are those of a single process. Within one, and after one that
-    was left early, they follow the samples that are trained; parts of a step count.
+    A step is a global batch of the user's loader, including a short one at an epoch's
+    end. After a whole epoch the count is that of a single process. Within an epoch, or
+    after an early exit, it follows the trained samples, with fractions.
 
     Attributes:
-        before: steps of the epochs that have ended, and of a run that was resumed.
-        taken: batches of its own that this rank's loop has taken.
+        before: steps of earlier epochs, including those before a resume.
+        taken: batches that this rank's loop has taken.
         has_left: whether this rank's loop has left its last epoch early.
     """
 
@@ -32,24 +32,24 @@ class StepCount:
         self._sizes = BatchSizes(())
 
     def begin_epoch(self, sizes: BatchSizes) -> None:
-        """An epoch of these global batches begins."""
+        """Starts an epoch of these global batches."""
         self._sizes = sizes
         self.has_left = False
 
     @property
     def of_epoch(self) -> int:
-        """Steps of the epoch under way, as a single process takes them."""
+        """Steps of the current epoch, as a single process takes them."""
         return round(self._sizes.batches_in(math.inf))
 
     def at(self, samples: float) -> float:
-        """Steps of the run when so many samples of the epoch are trained."""
+        """Returns the run's steps when this many samples of the epoch are trained."""
         return self.before + self._sizes.batches_in(samples)
 
     def end_epoch(self, samples: int, *, is_early: bool) -> None:
-        """The epoch has ended, early or when all of it was trained or discarded."""
+        """Closes the epoch; if not early, all of it was trained or discarded."""
         self.before = self.at(samples if is_early else math.inf)
         self._sizes = BatchSizes(())
 
     def left(self, steps: int) -> int:
-        """Steps that are still to be taken of so many of the whole run."""
+        """Returns the steps that are left of a run of ``steps``."""
         return max(0, math.ceil(steps - self.before - ROUNDING))

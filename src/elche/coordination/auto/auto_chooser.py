@@ -1,13 +1,13 @@
-"""``auto``: measures the first steps, then runs the policy of most predicted goodput.
+"""``auto``: measures the first steps, then runs the policy of best predicted goodput.
 
-A run begins under ``sync``, which leaves the optimisation as it is. Its first steps
-tell what a batch costs every rank; what a reduction costs was probed when the group was
-formed. Then goodput is predicted (`elche.cadence.goodput`) and a policy chosen
-(`elche.cadence.chooser`): ``sync`` goes on, or the epoch is cut and its rest runs in
-windows of averaged parameters; after that the update rule is fixed. Where ``sync`` is
-slower than the fastest device, that one trains in windows of its own, which is no other
-rule, and the others follow it. The choice is made again where an epoch begins, and
-under ``sync`` also inside it. Pure.
+A run begins under ``sync``, which does not change the optimisation. Its first steps
+measure the cost of a batch on every rank; the cost of a reduction was probed when the
+group was formed. From these, goodput is predicted (`elche.cadence.goodput`) and a
+policy chosen (`elche.cadence.chooser`). Either ``sync`` continues, or the epoch is cut
+and its rest runs in windows of averaged parameters. The update rule is then fixed. If
+``sync`` is slower than the fastest device, that device trains alone in windows, which
+keep the update rule, and the other ranks copy its model. The choice is repeated at each
+epoch's start, and under ``sync`` also inside an epoch. Pure.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ OBSERVED_GRANTS = 16
 ALONE_ANCHOR = 20
 """Batches in a window of a device that trains alone."""
 LONGEST_ALONE = 1 << 20
-"""Upper bound on those windows; the last one runs to the epoch's end, so that one
-device waits for one reduction there, not for two."""
+"""Upper bound on windows of one device; the last one runs to the epoch's end, so that
+only one reduction is waited for there.
+"""
 ANOTHER_ANCHOR = 2
-"""Factor by which the length of overlapped windows must be wrong to rebuild them."""
+"""Error factor in the length of overlapped windows above which they are rebuilt."""
 RETURN_COST = 0.01
-"""Part of the time on one device that steps of all may take if they are no better."""
+"""Fraction of the time on one device that trying steps of all ranks may cost."""
 
 
 class _Phase(Enum):
@@ -62,7 +63,7 @@ class _Phase(Enum):
     a rank joins after it                       FIXED                   STEPS, WINDOWS
     ==========================================  ======================  =============
 
-    Other windows may be chosen where an epoch begins.
+    Where an epoch begins, other windows may be chosen.
     """
 
     MEASURING = "steps are measured for a first choice"
@@ -83,16 +84,16 @@ class AutoChooser(MeasuredSteps):
         self._config = settings.config
         self._phase = _Phase.MEASURING if len(members) > 1 else _Phase.FIXED
         self._first = FirstChoice(self._measures)
-        # A rank that trains nothing would be the slowest one that others wait for.
+        # A rank without work would be the slowest rank, on which the others wait.
         may_lead = self._config.windows.max_batch_diff is None
         self._leaves_out = may_lead and self._config.leave_out
-        self._chooser: Chooser  # that has made the first choice
+        self._chooser: Chooser  # the one that made the first choice
         self._choice: Choice | None = None
         self._samples = self._next_window = 0
         self._alone_since_s = 0.0
         self._trains_alone = False  # one rank, in windows
-        self._is_unsaid = False  # a choice that was made between epochs
-        self._has_changed = False  # the membership, since an epoch or a part began
+        self._is_unsaid = False  # a choice was made between epochs, unreported
+        self._has_changed = False  # the membership, since an epoch or part began
         self._now_s = 0.0
 
     @property
@@ -110,14 +111,14 @@ class AutoChooser(MeasuredSteps):
 
     @property
     def loss_limits(self) -> LossLimits:
-        """Limits of the policy in force, and the rank that trains alone."""
+        """Limits of the policy in force; a rank that trains alone is a sole holder."""
         limits, windows = super().loss_limits, self._windows
         if windows is None or not self._trains_alone:
             return limits
         return replace(limits, sole_holders=self._members.keys() - windows.state.idle)
 
     def prepare(self, sync_s: float, now_s: float, *, alike: bool) -> None:
-        """An epoch, or the rest of one, is about to begin: the policy may change."""
+        """Chooses the policy for the next epoch, or for the rest of one."""
         self.state_from, self._now_s = None, now_s
         self._samples += self.policy.totals.samples
         if self._phase is _Phase.MEASURING:
@@ -145,7 +146,7 @@ class AutoChooser(MeasuredSteps):
         return outcome
 
     def remove(self, rank: int) -> None:
-        """Chooses again at the next epoch, without a lost rank."""
+        """Removes a lost rank; chooses again at the next epoch."""
         del self._members[rank]
         self._has_changed = True
         self._sync.remove(rank)
@@ -160,11 +161,11 @@ class AutoChooser(MeasuredSteps):
         self._times.pop(rank, None)
 
     def add(self, member: Member) -> None:
-        """Chooses again with a new rank, of average speed until it is measured."""
+        """Adds a rank, assumed of average speed, and chooses again."""
         self._members[member.rank] = member
         self._has_changed = True
         self._sync.add(member)
-        if windows := self._windows:  # built without it: they have no work for it
+        if windows := self._windows:  # built without the rank: no work for it
             windows.add(member, is_idle=True)
         if self._choice is None:
             self._phase = _Phase.MEASURING
@@ -173,16 +174,16 @@ class AutoChooser(MeasuredSteps):
             self._share_among_all()
         elif self._phase is _Phase.FIXED:
             self._phase = _Phase.STEPS if self._windows is None else _Phase.WINDOWS
-        self._measures.sync_s = 0.0  # probed anew, with who joined
+        self._measures.sync_s = 0.0  # probed again with the new rank
         self._alone_since_s = -math.inf
 
     def _share_among_all(self) -> None:
-        """Steps are granted ahead, in shares of all."""
+        """Grants steps ahead again, with shares for all ranks."""
         self._sync.grants.is_single = False
         self._sync.shares.spare(())
 
     def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
-        """Measures steps before ``sync`` grants more of them."""
+        """Records measured steps before ``sync`` grants more."""
         measures = self._measures
         if self._phase is _Phase.MEASURING:
             measures.take(reports, steps)
@@ -198,7 +199,7 @@ class AutoChooser(MeasuredSteps):
         return [*told, *self._stay_or_leave()]
 
     def _choose_first(self, reports: Sequence[StepsDone]) -> list[Instruction]:
-        """The first choice, if one more measured step would cost more than it gains."""
+        """Makes the first choice if another measured step costs more than it gains."""
         cluster = self._cluster()
         spared = self._first.spared(cluster)
         if self._first.is_due(reports, cluster, spared):
@@ -211,12 +212,12 @@ class AutoChooser(MeasuredSteps):
                 self._measures.settle()
                 self._share_among_all()
                 return [*self._announce(), *self._stay_or_leave()]
-            spared = ()  # steps that are the choice by what is known cost nothing
+            spared = ()  # steps under the likely choice cost nothing extra
         self._sync.shares.spare(spared)
         return []
 
     def _choose(self, patience: int = 1) -> bool:
-        """Evaluates the choice again; whether that changed it."""
+        """Evaluates the choice again; returns True if it changed."""
         before = self._chosen
         self._choice = self._chooser.choose(self._cluster(), patience)
         return not before.is_carried_out_as(self._chosen)
@@ -224,8 +225,8 @@ class AutoChooser(MeasuredSteps):
     def _stay_or_leave(self) -> list[Instruction]:
         """Continues steps if ``sync`` is the choice, else cuts the epoch.
 
-        Ranks that ``sync`` leaves out do not hold the model that windows begin with:
-        then it ends first.
+        Ranks that ``sync`` excludes do not hold the model that windows begin with, so
+        the exclusion ends first.
         """
         sync = self._sync
         if self._wants_windows and not sync.exclusion.is_on:
@@ -237,20 +238,20 @@ class AutoChooser(MeasuredSteps):
         return []
 
     def _exclude(self) -> list[Instruction]:
-        """Excludes ranks from steps as chosen, unless that has been decided before."""
+        """Excludes the chosen ranks from steps, unless that is decided already."""
         with_s = predict("sync", self._cluster()).window_s
         left_out, without_s = self._chosen.left_out, self._chosen.prediction.window_s
         return [*self._sync.exclusion.allow(left_out, with_s, without_s)]
 
     def _carry_out(self, *, alike: bool) -> None:
-        """Brings the policy in line with the choice, where an epoch begins."""
+        """Applies the choice to the policy at an epoch's start."""
         choice, windows = self._chosen, self._windows
         if self._wants_windows:
             if windows is None or self._is_outdated(windows):
                 self._begin_windows()
         elif windows is None:
             self._phase = _Phase.STEPS
-        # In steps ranks must do the same, so their optimizers must be the same.
+        # All ranks take the same steps, so their optimizers must be the same.
         elif alike and self._may_return(choice):
             (self.state_from,) = self._members.keys() - windows.state.idle
             self._next_window = windows.first_window
@@ -259,7 +260,7 @@ class AutoChooser(MeasuredSteps):
             self._is_unsaid = False
 
     def _is_outdated(self, windows: WindowPolicy) -> bool:
-        """True if the windows run otherwise than was chosen since."""
+        """True if the current windows differ from the choice."""
         choice = self._chosen
         chosen = choice.carried_out_by, frozenset(choice.left_out)
         if (windows.name, windows.state.idle) != chosen:
@@ -269,16 +270,16 @@ class AutoChooser(MeasuredSteps):
         return overlapped and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
 
     def _may_return(self, choice: Choice) -> bool:
-        """True if steps of all would cost little of the time on one device."""
+        """True if trying steps of all ranks costs little of the time on one device."""
         ahead = max(member.horizon_batches for member in self._members.values()) + 2
         cost_s = (OBSERVED_GRANTS + ahead) * choice.prediction.window_s
         return (self._now_s - self._alone_since_s) * RETURN_COST >= cost_s
 
     def _begin_windows(self) -> None:
-        """Windows as chosen run from now on, with the times that were measured.
+        """Starts the chosen windows with the times measured so far.
 
-        They cut batches for the ranks of the run, excluded ones as well: local steps
-        stay as large as they were. One rank alone takes batches whole.
+        They cut batches for all ranks of the run, including excluded ones, so that
+        local steps keep their size. One rank alone trains whole batches.
         """
         choice = self._chosen
         if windows := self._windows:
@@ -299,7 +300,7 @@ class AutoChooser(MeasuredSteps):
         self._phase = _Phase.WINDOWS
 
     def _announce(self) -> list[Instruction]:
-        """Reports the choice in a line; windows pay less in short runs."""
+        """Reports the choice in one line; windows gain less in short runs."""
         self._is_unsaid = False
         choice = self._chosen
         reason = f"{choice.reason}; {self._length}"
@@ -311,11 +312,11 @@ class AutoChooser(MeasuredSteps):
 
 
 def windows_config(config: RunConfig, choice: Choice) -> RunConfig:
-    """The run's settings, under the chosen policy."""
+    """Returns the run's settings under the chosen policy."""
     name, most = choice.carried_out_by, max(1, config.windows.max_anchor)
     anchor = min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most)
     windows = replace(config.windows, anchor=anchor)
-    if name == "async":  # shorter ones would end before their reduction
+    if name == "async":  # shorter windows would end before their reduction
         lowest = max(anchor, min(windows.min_anchor, most))
         windows = replace(windows, min_anchor=lowest)
     if choice.is_alone:  # its windows only keep the others up to date

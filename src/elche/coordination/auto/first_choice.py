@@ -1,13 +1,13 @@
-"""First choice of ``auto``: how many steps are measured before it. Pure.
+"""First choice of ``auto``: number of steps to measure before it. Pure.
 
-Steps are granted one by one until the choice is made. The first one is not warm, and
-tells little; one of equal parts follows, which shows what local steps of windows take.
-In the next the fastest rank gets all but the least part of each other one: that shows
-what it would take alone, and what a step of the others costs however small. So in turn,
-until several ranks are clearly better than that device, or worse. What steps after the
-first take longer than needed is bounded by a part of the run, or of the gain that may
-be there; where the first reduction was that long, on a slow link, it may decide for one
-device alone.
+Steps are granted one by one until the choice is made. The first step is not warm and
+measures little. Then two kinds of steps alternate. One of equal shares measures local
+steps of windows. In the other the fastest rank trains all but the least share of each
+other rank: that measures the fastest rank alone, and the fixed cost of the others. It
+ends when several ranks are clearly better or worse than the fastest device.
+The extra time of steps after the first is bounded by a fraction of the run, or of the
+possible gain. If the first reduction alone exceeds that bound, on a slow link, the
+choice may be one device alone.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from elche.coordination.auto.measures import Measures
 from elche.coordination.protocol.events import StepsDone
 
 MEASURING_COST = 0.01
-"""Part of the run that steps after the first may take, beyond what the choice would."""
+"""Fraction of the run that measured steps after the first may cost extra."""
 FREE_COST = 0.0025
-"""Part of it for which a choice that seems clear is made sure of."""
+"""Fraction of the run that may be spent to confirm a choice that seems clear."""
 GAIN_COST = 0.06
-"""Part of a gain that may be there to be spent on finding out."""
+"""Fraction of a possible gain that may be spent on measuring it."""
 LEAST_STEPS = 2
-"""Warm steps before ``sync`` of several ranks is a choice. Windows, which are for good,
-take one: beside a first step that has compiled any reduction looks quick."""
+"""Warm steps before ``sync`` of several ranks is chosen. Windows, which are final, take
+one: compared with a first step that compiled, any reduction looks cheap."""
 USUAL_STEPS = 6
-"""Warm steps that make a choice clear."""
+"""Warm steps after which a choice is clear."""
 MOST_STEPS = 24
-"""Warm steps before the choice, at most."""
+"""Most warm steps before the choice."""
 
 
 @final
 class FirstChoice:
-    """Account of the steps before the first choice, and of their `Measures`."""
+    """Decides when the `Measures` of the first steps suffice for a choice."""
 
     def __init__(self, measures: Measures) -> None:
         self._measures = measures
@@ -45,7 +45,7 @@ class FirstChoice:
         self._is_first = True
 
     def spared(self, cluster: MeasuredCluster) -> tuple[int, ...]:
-        """Ranks with the least part of the next step: in turn all but the fastest."""
+        """Returns ranks with the least share: in turn none, or all but the fastest."""
         if not self._measures.count % 2:
             return ()
         batch_s = _batch_s(cluster, cluster.global_batch_size)
@@ -58,19 +58,19 @@ class FirstChoice:
         cluster: MeasuredCluster,
         spared: Sequence[int],
     ) -> bool:
-        """True if a further step, in which some get the least part, is not worth it."""
+        """True if another step, with least shares for ``spared``, is not worth it."""
         steps, doubt = self._measures.count, cluster.doubt
         fleet = Fleet(cluster, drops=True)
         gain = best_together(fleet)
         shown_s = min(report.sync_wait_s for report in reports)
         busy_s = [report.busy_s for report in reports]
-        # What a batch takes if the choice is what by now is the least to expect.
+        # Time of a batch under the choice, for the least gain to be expected.
         usual_s = fleet.predict("sync", 1).window_s / max(1.0, gain * (1.0 - doubt))
         if not self._is_first:
             self._lost_s += max(busy_s) + shown_s - usual_s
         self._is_first = False
         next_s = max(0.0, _step_s(cluster, spared) + shown_s - usual_s)
-        # Of a first step nobody knows which part was compiling.
+        # The part of a first step that was compilation is unknown.
         run_s = cluster.run_batches * (usual_s if steps else min(busy_s))
         cost = (self._lost_s + next_s) / run_s
         most, least = gain * (1.0 + doubt), gain * (1.0 - doubt)
@@ -82,20 +82,20 @@ class FirstChoice:
         return cost > max(MEASURING_COST, worth)
 
     def accepts(self, choice: Choice) -> bool:
-        """True if so few steps are enough for this choice."""
+        """True if the measured steps suffice for this choice."""
         needed = LEAST_STEPS if choice.carried_out_by == "sync" else 1
         return choice.is_alone or self._measures.count >= needed
 
 
 def _batch_s(cluster: MeasuredCluster, samples: float) -> dict[int, float]:
-    """Seconds of so many samples on each rank."""
+    """Returns the time (s) of ``samples`` samples on each rank."""
     costs = zip(cluster.fixed_s, cluster.seconds_per_sample, strict=True)
     times_s = (fixed_s + samples * sample_s for fixed_s, sample_s in costs)
     return dict(zip(cluster.ranks, times_s, strict=True))
 
 
 def _step_s(cluster: MeasuredCluster, spared: Sequence[int]) -> float:
-    """About what a step takes in which these ranks get the least part."""
+    """Estimates the time (s) of a step with the least share for ``spared``."""
     whole_s = _batch_s(cluster, cluster.global_batch_size)
     rate = sum(1.0 / each_s for r, each_s in whole_s.items() if r not in spared)
     return max(1.0 / rate, *_batch_s(cluster, cluster.min_share_samples).values())

@@ -1,7 +1,7 @@
-"""Measurements of a cluster under ``sync``: its ranks' times, and a reduction's. Pure.
+"""Measurements under ``sync``: times of the ranks and of a reduction. Pure.
 
-The ranks' times are those by which shares are balanced; the reduction was probed when
-the group was formed, and is then inferred from the part of it that shows in steps.
+The ranks' times are those that balance shares. The reduction was probed when the group
+was formed; later it is inferred from its visible part in steps.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 MOST_HIDDEN = 0.95
 """Hidden fraction of a reduction above which it cannot be measured."""
 LEAST_JITTER = 0.05
-"""Least relative deviation of a step that a doubt is based on."""
+"""Least relative deviation of a step that is assumed for a doubt."""
 DOUBT = 2.0
-"""Standard errors of the ranks' times by which a prediction may be wrong."""
+"""Error of a prediction, in standard errors of the ranks' times."""
 ONE_SIZE_DOUBT = 0.25
 """Assumed relative doubt where only one step size, or no warm step, was measured."""
 FIXED_PRIOR = 1.0 / 3.0
-"""Fixed part of a whole batch's time where no rank has run two sizes."""
+"""Fraction of a whole batch's time assumed fixed if no rank has run two sizes."""
 KEPT_STEPS = 64
-"""Steps whose visible reductions count."""
+"""Number of latest steps whose visible reductions count."""
 LEAST_S = 1e-9
 USUAL_EPOCHS = 10
 """Assumed number of epochs when ``epochs=`` is not given."""
@@ -42,16 +42,16 @@ USUAL_EPOCHS = 10
 
 @final
 class Measures:
-    """Times of the ranks and of a reduction.
+    """Measured times of the ranks and of a reduction.
 
     Args:
-        settings: what the ranks agreed on.
-        times: of the ranks, which the policies feed.
+        settings: the settings that the ranks agreed on.
+        times: the ranks' times, recorded by the policies.
 
     Attributes:
-        count: grants of warm steps that were measured, since the last choice.
-        probe_s: a reduction as it was probed.
-        sync_s: a reduction as it is now.
+        count: grants of warm steps measured since the last choice.
+        probe_s: time of a reduction as probed.
+        sync_s: time of a reduction as of now.
     """
 
     def __init__(self, settings: Settings, times: RankTimes) -> None:
@@ -67,16 +67,16 @@ class Measures:
         self.count = 0
 
     def settle(self) -> None:
-        """A choice was made: what hides of a reduction stays as it is."""
+        """Fixes the hidden part of a reduction, since a choice was made."""
         self._is_learned = True
         self._shown_s.clear()
         self.count = 0
 
     def take(self, reports: Sequence[StepsDone], steps: int) -> None:
-        """Records a grant's reports of all active ranks.
+        """Records the reports of all active ranks for one grant.
 
-        One that was not warm is no measure; before any other it tells the ranks' times.
-        A reduction looks cheaper beside those, so where it seems too dear it is.
+        Steps that were not warm serve as the ranks' times only until the first warm
+        ones. They make a reduction look cheap, so one that looks expensive even so is.
         """
         if not all(report.warm for report in reports):
             for report in reports if not self.count else ():
@@ -88,7 +88,7 @@ class Measures:
             self.count += 1
         self._step_s = max(report.busy_s for report in reports) / steps
         shown_s = min(report.sync_wait_s for report in reports) / steps
-        # Over several steps no rank is always the last: each waits for the others.
+        # Over several steps no rank is always the last: each waits for another.
         spread = self._jitter * (1.0 - 1.0 / math.sqrt(steps))
         shown_s -= spread * expected_most(len(reports)) * self._step_s
         if self.count:
@@ -96,7 +96,7 @@ class Measures:
         self._infer(max(0.0, shown_s))
 
     def _infer(self, shown_s: float) -> None:
-        """A reduction, and how much of it hides under backward."""
+        """Updates the time of a reduction, and its fraction hidden under backward."""
         shown_s = median(self._shown_s or [shown_s])
         if not self._is_learned:
             self.sync_s = max(self.probe_s, shown_s, LEAST_S)
@@ -117,19 +117,19 @@ class Measures:
 
     @property
     def doubt(self) -> float:
-        """Relative error that a first choice, by few steps, may have."""
+        """Relative error that a first choice after few steps may have."""
         if self._is_learned:
             return 0.0
         if not self.has_sizes:
             return ONE_SIZE_DOUBT
         jitter = max(LEAST_JITTER, self._jitter)
-        # The fastest device's whole batch, by which all gains are, was half of them.
+        # Half of them measured the fastest device's whole batch, the base of gains.
         return DOUBT * jitter * math.sqrt(2.0 / max(1, self.count))
 
     def cluster(
         self, ranks: Sequence[int], batch_size: int, run_batches: float
     ) -> MeasuredCluster:
-        """The ranks as they are now, in a run of so many global batches."""
+        """Returns the ranks as measured, in a run of ``run_batches`` global batches."""
         lines = self._lines(ranks, batch_size)
         cut = local_cut(self._config.windows, len(ranks), self.few)
         return MeasuredCluster(
@@ -152,12 +152,12 @@ class Measures:
     def _lines(
         self, ranks: Sequence[int], batch_size: int
     ) -> list[tuple[float, float]]:
-        """Fixed seconds and seconds per sample of each rank.
+        """Returns fixed seconds and seconds per sample of each rank.
 
-        A rank whose steps had one size is taken to have the fixed part of the others;
-        where no rank shows one, much of each step is: else one device, which runs more
-        samples, would look slow beside all of them. A rank that is not measured is as
-        the others usually are.
+        A rank whose steps had one size is assumed to have the others' fixed part. If no
+        rank has run two sizes, a large fixed part is assumed: else one device, which
+        runs more samples, would look slow beside all of them. A rank that is not
+        measured is assumed to be the median rank.
         """
         times: Mapping[int, RankTime] = self._cold or self._times
         measured = {r: times[r] for r in ranks if r in times and times[r].is_measured}
@@ -184,27 +184,27 @@ class Measures:
 @final
 @dataclass(slots=True)
 class RunLength:
-    """Batches of a whole run, if epochs stay as long as the one under way."""
+    """Length (batches) of the run if later epochs are as long as this one."""
 
     given_epochs: int | None
     begun_epochs: int = 0
     epoch_batches: int = 0
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes) -> None:
-        """An epoch begins, or the rest of one, which changes nothing."""
+        """Records an epoch's length; the rest of a cut epoch changes nothing."""
         if epoch + 1 != self.begun_epochs:
             self.begun_epochs, self.epoch_batches = epoch + 1, sizes.num_batches
 
     @property
     def epochs(self) -> int:
-        """The given number while it holds; or as many again as have begun."""
+        """Given number of epochs; beyond it, or without it, an estimate."""
         if self.given_epochs is not None and self.given_epochs >= self.begun_epochs:
             return self.given_epochs
         return max(USUAL_EPOCHS, 2 * self.begun_epochs)
 
     @property
     def batches(self) -> int:
-        """Global batches of all epochs."""
+        """Number of global batches in all epochs."""
         return self.epochs * self.epoch_batches
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ class RunLength:
 
 
 class MeasuredSteps(PolicyChooser):
-    """``sync`` whose steps are measured."""
+    """Owner of a ``sync`` policy whose steps are measured."""
 
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
         self._times = RankTimes()
@@ -235,10 +235,10 @@ class MeasuredSteps(PolicyChooser):
         return super().begin_epoch(epoch, sizes, now_s)
 
     def _cluster(self) -> MeasuredCluster:
-        """The members as measured so far."""
+        """Returns the members as measured so far."""
         batches = float(max(1, self._length.batches))
         return self._measures.cluster([*self._members], self._batch_size, batches)
 
     @abstractmethod
     def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
-        """Takes in the reports of so many steps, before others are granted."""
+        """Handles the reports of ``steps`` steps before more are granted."""

@@ -1,9 +1,9 @@
-"""The default policy's one line on what windows would bring. Pure.
+"""The default policy's advice: one line on the predicted gain of windows. Pure.
 
-What they would bring on these devices and this link is predicted as ``auto`` predicts,
-but from the steps that ``sync`` takes anyway: nothing is probed and no share changed
-for it. Of a reduction only what does not hide under backward shows, so it is taken to
-be as long as could hide: windows then look no better than they are.
+The gain is predicted as in ``auto``, but from the steps that ``sync`` takes anyway:
+nothing is probed, and no share changes. Only the part of a reduction that backward does
+not hide is visible. The hidden part is assumed to be as long as possible, so windows
+look no better than they are.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import Instruction, PolicyChosen
 
 ADVICE_GRANTS = 16
-"""Grants of warm steps that are measured for it; the shares have settled by then."""
+"""Grants of warm steps that are measured first; by then the shares have settled."""
 ADVICE_GAIN = 1.1
-"""Least predicted gain over ``sync`` that is worth a line."""
+"""Least predicted gain over ``sync`` that is reported."""
 
 
 @final
 class AdvisedSync(MeasuredSteps):
-    """``sync`` by default: measures some steps and says once what windows bring."""
+    """``sync`` by default: measures some steps and reports the gain of windows once."""
 
-    _is_over = False  # it was said, or other ranks take part than were measured
+    _is_over = False  # advice was given, or the ranks are not those measured
 
     def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
-        """The line, when all ranks have run enough; nothing before and ever after."""
+        """Returns the advice once all ranks have run enough steps, else nothing."""
         measures = self._measures
         self._is_over |= {report.rank for report in reports} != self._members.keys()
         if self._is_over or not all(report.warm for report in reports):
@@ -46,7 +46,7 @@ class AdvisedSync(MeasuredSteps):
 
 
 def advice(cluster: MeasuredCluster) -> str:
-    """Line about the predicted gain of windows of all ranks; "" where they do not pay.
+    """Returns the predicted gain of windows of all ranks as a line; "" without gain.
 
     ``sync`` measures only the part of a reduction that backward does not hide.
     """

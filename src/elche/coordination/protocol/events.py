@@ -10,11 +10,12 @@ from elche.coordination.protocol.messages import CheckRows, OwnPart, Runs, Scala
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A rank presents itself and what it holds; compared between ranks.
+    """A rank announces itself and its state, which is compared between ranks.
 
-    ``settings`` are (name, value) pairs that must agree, ``tensors`` are (name,
-    shape, dtype) of parameters and buffers. ``horizon_batches`` is how many batches
-    the rank's loader draws ahead of the one in hand. ``memory_bytes`` are the device's.
+    ``settings`` are (name, value) pairs that must agree; ``tensors`` are (name,
+    shape, dtype) of parameters and buffers. ``horizon_batches`` is the number of
+    batches the loader draws ahead of the current one. ``memory_bytes`` is the device's
+    memory.
     """
 
     rank: int
@@ -29,15 +30,15 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOpened:
-    """A rank asks for the epoch; rank 0 says its batch sizes.
+    """A rank requests the epoch; rank 0 sends its batch sizes.
 
-    ``probe_s`` is what one reduction of the model takes (0.0 where nobody asks).
-    ``layout`` names what is trained now and whether that has changed since the last
-    epoch, ``checks`` the values of the parameters (none where the layout has changed):
-    both must agree. ``rates`` names what the optimizer steps with
-    (learning rate and so on, but not a rate that follows the run's progress). ``steps``
-    is how many the loop takes at most, -1 for a whole epoch. ``continues``: it is what
-    was left of the epoch begun last when that was cut, or a resumed run's first.
+    ``probe_s`` is the time of one reduction of the model (0.0 if not measured).
+    ``layout`` names the trained parameters and whether they changed since the last
+    epoch; ``checks`` are checksums of their values (none if the layout has changed).
+    Both must agree. ``rates`` are the optimizer's settings (learning rate and so on,
+    but not a rate that follows the run's progress). ``steps`` is the loop's most steps,
+    -1 for a whole epoch. ``continues``: it is the rest of the latest epoch, which was
+    cut, or a resumed run's first epoch.
     """
 
     rank: int
@@ -55,18 +56,18 @@ class EpochOpened:
 class StepsDone:
     """``sync``: a rank has run the steps ``start <= step < stop`` of its grant.
 
-    ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``); of
-    it, ``data_wait_s`` waiting for data and ``transfer_s`` moving them to the device.
-    ``parameter_norm`` is reported once per epoch, by the first rank, and 0.0 otherwise.
-    ``warm`` is False when the steps held a first batch, which is not timed.
-    ``backward_passes`` of the run so far were reduced: as many on every rank, of the
-    same steps in the same order, whose checksum is ``pass_steps``.
-    ``max_samples`` is what the rank's device turned out to hold at once (0: no limit
-    was met). ``is_finite`` is False where checked parameters are NaN; ``broken`` is
-    the part since which this rank's own gradients are NaN or Inf. ``unknown`` names
-    state that moves with this rank's batches and cannot be carried to another ("" if
-    none was seen), so that no rank may be left out. ``checks`` are of its parameters
-    after some of the steps before ``start``; see `ModelCheck`.
+    ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``). Of
+    ``busy_s``, ``data_wait_s`` is the wait for data and ``transfer_s`` its transfer to
+    the device. ``parameter_norm`` is sent once per epoch by the first rank, else 0.0.
+    ``warm`` is False if the steps held a first batch, which is not timed.
+    ``backward_passes`` is the number of the run's reduced passes. They must be of the
+    same steps in the same order on every rank; ``pass_steps`` is their checksum.
+    ``max_samples`` is the most samples that fit on the device (0: no limit was met).
+    ``is_finite`` is False if checked parameters are NaN. ``broken`` is the part since
+    which this rank's own gradients are NaN or Inf. ``unknown`` names state that depends
+    on this rank's batches and cannot be copied to another rank ("" if none was seen):
+    no rank may then be excluded. ``checks`` are of its parameters after some of the
+    steps before ``start``; see `ModelCheck`.
     """
 
     rank: int
@@ -92,11 +93,11 @@ class StepsDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchesDone:
-    """Windows: a rank has trained on the batches ``start <= batch < stop`` of a lease.
+    """Windows: a rank has trained the batches ``start <= batch < stop`` of a lease.
 
-    ``busy_s`` is delivered time; of it, ``data_wait_s`` waiting for data and
-    ``transfer_s`` moving them to the device. Of the batches ``timed`` took ``timed_s``:
-    a first one of its kind (compilation) is not timed.
+    ``busy_s`` is delivered time; of it, ``data_wait_s`` is the wait for data and
+    ``transfer_s`` its transfer to the device. ``timed`` of the batches took
+    ``timed_s``: a first batch of its kind (compilation) is not timed.
     """
 
     rank: int
@@ -114,16 +115,16 @@ class BatchesDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowClosed:
-    """A rank has ended its part of a window at a batch boundary.
+    """A rank has closed its part of a window at a batch boundary.
 
-    ``changed_buffers`` are indices of float buffers written since the last reduction,
-    ``is_finite`` is False when its update cannot be used; ``has_moved`` is False where
-    the update is known to be none, as all gradients wait for a step (looked at only
-    after one that was not finite). ``scalars`` are (name, weighted sum, weight) of what
-    the user logged. ``weight`` is what the user says that its batches weigh, None where
-    their samples do: a rank of weight 0 is left out of the mean. ``periods`` are
-    (calls, period) of the schedulers that were handed over, ``copies`` samples of the
-    batches that updated each copy of the model that the rank knows (see `CopySamples`).
+    ``changed_buffers`` are indices of float buffers written since the last reduction.
+    ``is_finite`` is False if the update cannot be used. ``has_moved`` is False if the
+    update is known to be zero, as all gradients wait for a step (checked only after an
+    update that was not finite). ``scalars`` are (name, weighted sum, weight) of logged
+    scalars. ``weight`` is the user's weight for this rank's batches, None for their
+    samples; a rank of weight 0 is excluded from the mean. ``periods`` are (calls,
+    period) of registered schedulers. ``copies`` are the samples of batches that updated
+    each copy of the model that the rank has registered (see `CopySamples`).
     """
 
     rank: int
@@ -140,13 +141,13 @@ class WindowClosed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUpdated:
-    """The result of ``window`` is in this rank's model: the mean of all updates.
+    """The result of ``window``, the mean of all updates, is in this rank's model.
 
-    Under ``sync``, where a model was copied or ranks have died: of all steps up to that
-    one. ``sync_s`` is what it cost the training thread, ``wait_s`` the wait for other
-    ranks before it. ``divergence`` is the rank's distance from the consensus, over the
-    consensus' norm. ``adopted_at`` batches of the next window were run before it.
-    ``checks`` are of the common model that the rank goes on from.
+    Under ``sync``, after a copy of the model or a death: the result of all steps up to
+    that one. ``sync_s`` is its cost on the training thread, ``wait_s`` the wait for
+    other ranks before it. ``divergence`` is the rank's distance from the consensus,
+    over the consensus' norm. ``adopted_at`` batches of the next window were run before
+    it. ``checks`` are of the common model that the rank continues from.
     """
 
     rank: int
@@ -162,7 +163,7 @@ class ModelUpdated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinReady:
-    """A rank that is to join the run has built all it needs, and its loop begins."""
+    """A newcomer has built all it needs, and its loop begins."""
 
     rank: int
 
@@ -171,9 +172,10 @@ class JoinReady:
 class Regrouped:
     """A rank is in the group of this generation; it holds the result of ``reduced``.
 
-    Which is a window, or under ``sync`` a step of the epoch (-1 for none).
-    There ``lost`` are ranks that have died in this part of it, each with the first step
-    that lacks its part; all run the steps to ``reduced``, and say so (`ModelUpdated`).
+    ``reduced`` is a window, or under ``sync`` a step of the epoch (-1 for none). Under
+    ``sync``, ``lost`` are ranks that died in this part of the epoch, each with the
+    first step that lacks its share. All ranks run the steps up to ``reduced``, and
+    report that by `ModelUpdated`.
     """
 
     rank: int
@@ -185,13 +187,13 @@ class Regrouped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochLeft:
-    """A rank's loop left the epoch early, with ``step`` steps of it run.
+    """A rank's loop left the epoch early, after running ``step`` steps of it.
 
-    Under ``sync`` also what it did since its last report; see `StepsDone`. It has taken
-    part in ``passes`` backward passes of the run, and takes part in later ones of the
-    others with nothing, unless ``apart`` says why it cannot. ``checks`` are of the
-    parameters that it has left, after ``stepped`` steps of its optimizers in the run:
-    before the last step's, or after it.
+    Under ``sync`` it includes the work since the last report; see `StepsDone`. The rank
+    has taken part in ``passes`` backward passes of the run. It joins later passes of
+    the others with zeros, unless ``apart`` names a reason why it cannot. ``checks`` are
+    of its parameters after ``stepped`` optimizer steps of the run: before the last
+    step's update, or after it.
     """
 
     rank: int
@@ -213,9 +215,9 @@ class EpochLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCut:
-    """A rank asks for a pause of the epoch: all is committed, and the rest is kept.
+    """A rank requests a pause of the epoch: all is committed, and the rest is kept.
 
-    ``is_end``: no rank goes on with the rest.
+    ``is_end``: no rank continues with the rest.
     """
 
     rank: int
@@ -225,7 +227,7 @@ class EpochCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBegun:
-    """``sync``: how far a rank is that waits, or knows of ``gone`` ranks which left.
+    """``sync``: position of a rank that waits, or has received ``gone`` `RankLeft`s.
 
     It has begun ``step`` steps of the epoch, and ``passes`` backward passes of the run.
     """
@@ -239,9 +241,9 @@ class PassBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierReached:
-    """A rank waits at the barrier ``name``, which needs equal ``checks`` of all.
+    """A rank waits at the barrier ``name``; ``checks`` must be equal on all ranks.
 
-    The first rank's ``text`` reaches all; None: a rank that is not the first yet.
+    The first rank's ``text`` is sent to all; None: a rank that is not the first yet.
     """
 
     rank: int
@@ -269,10 +271,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """A rank has nothing more to do and goes.
+    """A rank has finished and leaves in order.
 
-    If its loop has left an epoch of windows before: ``batches`` that it has taken in
-    the run, ``samples`` and ``steps`` (global batches) of the whole run; 0 otherwise.
+    If its loop left an epoch of windows before: ``batches`` is this rank's count in the
+    run, ``samples`` and ``steps`` (global batches) the whole run's; 0 otherwise.
     """
 
     rank: int
@@ -291,14 +293,14 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed; deadlines are looked at."""
+    """Time has passed; deadlines are checked."""
 
     rank: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted:
-    """The launcher was sent the signal ``by``: the run is to end."""
+    """The launcher received the signal ``by``, which ends the run."""
 
     by: str
     rank: int = -1
@@ -328,7 +330,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StreamBegun:
-    """A rank has come, with a stream of messages of that name."""
+    """A rank has connected, with a message stream of that name."""
 
     rank: int
     name: str

@@ -9,10 +9,10 @@ from elche.coordination.protocol.messages import Cut, Runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """All ranks are there and agree; the first generation may form its group.
+    """All ranks have joined and agree; the first generation may form its group.
 
-    To a rank that is to join a run under way: it fits, and may build what it needs.
-    The run ``survives`` the loss of ranks, or ends by it.
+    A newcomer receives it when it fits, and may then build what it needs. ``survives``:
+    the run survives the loss of ranks.
     """
 
     rank: int
@@ -26,10 +26,9 @@ class Welcome:
 class BeginEpoch:
     """All ranks have opened the epoch; rank 0 now sends its positions.
 
-    ``policy`` is the one that the epoch begins with, ``window`` the first one of it,
-    ``cut`` how it cuts the batches of ``sizes``.
-    Where ``state_from`` names a rank, it has trained alone: all take its optimizer's
-    state first.
+    ``policy`` is the epoch's first policy, ``window`` its first window, ``cut`` its cut
+    of the batches of ``sizes``. ``state_from`` names a rank that has trained alone: all
+    ranks first copy its optimizer state.
     """
 
     rank: int
@@ -43,9 +42,9 @@ class BeginEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChosen:
-    """A choice of ``auto`` and its reason; sent to the first rank.
+    """Choice of ``auto`` and its reason; sent to the first rank.
 
-    Or, if it ``is_advice``, what another policy would bring than the default.
+    If it ``is_advice``: predicted gain of another policy over the default.
     """
 
     rank: int
@@ -58,8 +57,8 @@ class PolicyChosen:
 class LeaveOut:
     """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
 
-    () takes all in again. Where it changes who takes part, no granted step is under
-    way. ``reason`` is a line for the user, which may come with nothing changed.
+    () readmits all ranks. If the participants change, no granted step is under way.
+    ``reason`` is a line for the user, which may come without a change.
     """
 
     rank: int
@@ -72,7 +71,7 @@ class LeaveOut:
 class RankLeft:
     """``sync``: rank ``gone`` has left the epoch, and sends nothing after ``passes``.
 
-    The steps that are granted are run all the same; the answers are `PassBegun`.
+    Granted steps are still run; each rank answers with `PassBegun`.
     """
 
     rank: int
@@ -83,7 +82,7 @@ class RankLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinPasses:
-    """To a rank that has left: the others are in pass ``passes``, of step ``step``."""
+    """For a rank that has left: the others are in pass ``passes``, of step ``step``."""
 
     rank: int
     epoch: int
@@ -93,11 +92,11 @@ class JoinPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantBatches:
-    """A lease of the batches ``start <= batch < stop``.
+    """Lease of the batches ``start <= batch < stop``.
 
-    Windows: local batches, for this rank alone. ``sync``: global ones, which are steps
-    of all ranks, each split by ``shares`` per rank. A grant of no step: loops that
-    fetch early are to report their last one, and no others are granted for now.
+    Windows: local batches, for this rank alone. ``sync``: global batches, each a step
+    of all ranks, split by ``shares`` per rank. An empty grant asks loops that fetch
+    early to report their last step; no other steps are granted for now.
     """
 
     rank: int
@@ -109,15 +108,14 @@ class GrantBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenWindow:
-    """Train until ``wall_s`` or ``max_batches`` is reached.
+    """Opens a window: train until ``wall_s`` or ``max_batches`` is reached.
 
-    ``hold_after`` batches the rank waits for a `Permit`. ``adopt_at`` fixes after how
-    many batches of this window the last reduction is adopted (a plan). Overlapped, a
-    rank trains on past the window's end until it has adopted the last result; it waits
-    for that when ``patience_s`` have passed since the window began. What a scheduler
-    follows: ``committed_samples`` were trained on before this window,
-    ``planned_samples`` are planned in it by all ranks and ``planned_batches`` by this
-    one.
+    After ``hold_after`` batches the rank waits for a `Permit`. ``adopt_at`` fixes the
+    batch of this window after which the last reduction is adopted (a plan). Overlapped,
+    a rank trains past the window's end until it has adopted the last result. It blocks
+    on that result ``patience_s`` after the window began. Schedulers use the last three:
+    ``committed_samples`` were trained before this window, ``planned_samples`` are
+    planned in it for all ranks, ``planned_batches`` for this one.
     """
 
     rank: int
@@ -145,9 +143,9 @@ class Permit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseWindow:
-    """Close at the next batch boundary, whatever the deadline.
+    """Close the window at the next batch boundary, whatever the deadline.
 
-    With ``drain`` the epoch ends there and leases not begun are given back.
+    With ``drain`` the epoch ends there, and leases not begun return to the pool.
     """
 
     rank: int
@@ -160,13 +158,13 @@ class CloseWindow:
 class Reduce:
     """All ranks have closed the window; reduce now.
 
-    ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
-    of weight zero sends zeros. ``active_ranks`` weigh something. ``attempt`` counts the
-    generations that have tried. ``periods`` are of the schedulers that were
-    handed over, in batches; 0 if not known yet. ``copies`` are samples by which each
-    copy of the model (EMA) is behind the result. ``mean_over`` ranks the epoch's
-    batches were cut for: where fewer weigh something, their mean is scaled down, so
-    that no sample counts for more than in a window of all.
+    ``weight`` is this rank's part of the mean. Weights sum to one over ranks; a rank of
+    weight zero sends zeros. ``active_ranks`` is the number of ranks with a weight above
+    zero. ``attempt`` counts the generations that have tried. ``periods`` are of the
+    registered schedulers, in batches; 0 if unknown. ``copies`` are samples by which
+    each copy of the model (EMA) is behind the result. ``mean_over`` is the number of
+    ranks that the epoch's batches were cut for. If fewer are active, their mean is
+    scaled down, so that no sample counts for more than in a window of all.
     """
 
     rank: int
@@ -201,9 +199,9 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Take the common model after ``window`` from rank ``source``, with all ranks.
+    """Copy the common model after ``window`` from rank ``source``; all ranks do so.
 
-    Under ``sync`` it is that after a step, and the optimizer's state belongs to it. The
+    Under ``sync``, ``window`` is a step, and the optimizer's state is copied too. The
     answer is a `ModelUpdated`.
     """
 
@@ -217,10 +215,10 @@ class Adopt:
 class EndEpoch:
     """Every contribution of the epoch is in the model that all ranks hold.
 
-    ``is_early``: a rank's loop has left it before its end, or is to end with the cut.
-    ``left``: it was cut (see `EpochCut`), and these ranges of its positions are still
-    to be trained on. ``steps``: in so many global batches (``sync``, where
-    ranks have died); 0: in those of the epoch, or what is left of each.
+    ``is_early``: a rank's loop left the epoch before its end, or must end with the cut.
+    ``left``: ranges of positions of a cut epoch (see `EpochCut`) that are still to be
+    trained. ``steps``: number of global batches for them (``sync``, after deaths); 0:
+    those of the epoch, or what is left of each.
     """
 
     rank: int
@@ -249,7 +247,7 @@ class MetricsReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierPassed:
-    """All ranks have reached the barrier ``name``; the first one's ``text``."""
+    """All ranks have reached the barrier ``name``; ``text`` is the first rank's."""
 
     rank: int
     name: str
@@ -260,9 +258,9 @@ class BarrierPassed:
 class Abort:
     """The run ends: ``reason``, and the failed rank's traceback if one failed.
 
-    ``batches`` (start, stop) are those that it ends for, if it is about data; ``part``
-    (start, stop) the samples of the batch, where only some of it are meant. With an
-    ``exit_code`` every rank ends with it, as the failed one does by ``sys.exit``.
+    ``batches`` (start, stop) caused the end, if data did; ``part`` (start, stop) are
+    the samples of the batch, if only some of it did. With an ``exit_code`` every rank
+    exits with it, as the failed rank did by ``sys.exit``.
     """
 
     rank: int

@@ -1,8 +1,8 @@
 """Messages between workers and coordinator, and the types of their fields.
 
-Plain frozen values, comparable, versioned, and made only of what msgpack carries.
-*Events* go to the core, *instructions* come from it; both name a rank: the sender of
-an event, the addressee of an instruction. Times are seconds, sizes are samples.
+Plain frozen values, comparable, versioned, made only of types that msgpack supports.
+*Events* go to the core, *instructions* come from it. Both name a rank: an event its
+sender, an instruction its addressee. Times are in seconds, sizes in samples.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Scalars = tuple[tuple[str, float, float], ...]
 """Logged scalars: (name, weighted sum, weight)."""
 
 OwnPart = tuple[int, ...]
-"""A rank's part of a step: epoch, step, backward pass in it, its first sample and one
-past the last; or ()."""
+"""Part of a step that one rank runs: epoch, step, backward pass in it, its first sample
+and one past the last; or ()."""
 
 CheckRows = tuple[tuple[int, str, str, int, int, float, float, float], ...]
-"""Checksums of a rank's parameters: the fields of a `ModelCheck`, each."""
+"""Checksums of a rank's parameters, each with the fields of a `ModelCheck`."""

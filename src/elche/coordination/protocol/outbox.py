@@ -16,7 +16,7 @@ class Outbox(Generic[Kept]):
     """Messages in order, kept until the other side has acknowledged them.
 
     Attributes:
-        taken: so many the other side has.
+        taken: number of messages that the receiver has acknowledged.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,19 @@ class Outbox(Generic[Kept]):
         self._kept: deque[Kept] = deque()
 
     def __bool__(self) -> bool:
-        """True if the other side may lack any."""
+        """True if the receiver may lack any message."""
         return bool(self._kept)
 
     def add(self, *messages: Kept) -> None:
-        """They are sent, or about to be."""
+        """Adds messages that are sent, or about to be."""
         self._kept.extend(messages)
 
     def acknowledge(self, taken: int) -> None:
-        """The other side has taken so many since the stream began."""
+        """Drops acknowledged messages; ``taken`` counts from the stream's beginning."""
         while self._kept and self.taken < taken:
             self._kept.popleft()
             self.taken += 1
 
     def rest(self) -> list[Kept]:
-        """Messages that the receiver may lack."""
+        """Returns the messages that the receiver may lack."""
         return [*self._kept]

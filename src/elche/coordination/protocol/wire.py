@@ -1,7 +1,7 @@
-"""Messages as plain values that msgpack carries, and back, each field checked. Pure.
+"""Messages to and from plain msgpack values, with each field checked. Pure.
 
-Looking at type hints costs more than all else of a message, so a check is made of each
-once, when the messages are defined.
+Reading type hints costs more than everything else for a message, so each hint is
+compiled to a check once, at import.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _BRIEFLY.maxlist = _BRIEFLY.maxtuple = _BRIEFLY.maxdict = 20
 _BRIEFLY.maxstring = _BRIEFLY.maxother = 400
 
 Check = Callable[[Any], Any]
-"""Gives a value as its hint says, lists as tuples; ValueError says what is wrong."""
+"""Converts a value to its hint's type, lists to tuples; raises ValueError."""
 
 
 def check_for(hint: Any) -> Check:
-    """The check of a hint: bool, int, float, str, tuples of them, or None beside one.
+    """Returns the check of a hint: bool, int, float, str, tuples of them, or optional.
 
-    An int passes for a float and comes out as one.
+    An int is accepted for a float, and converted.
     """
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -43,19 +43,19 @@ def check_for(hint: Any) -> Check:
 
 
 def brief(value: object) -> str:
-    """A value for a message to people, however large and deep it is."""
+    """Formats any value for an error message, shortened if large or deep."""
     value = value[:80] if isinstance(value, (str, bytes)) else value
     text = _BRIEFLY.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _items(check: Check, value: Any) -> tuple[Any, ...]:
-    """Items of a tuple of any length, each checked alike."""
+    """Checks a tuple of any length, all items alike."""
     return tuple(map(check, _sequence(value)))
 
 
 def _row(checks: Sequence[Check], value: Any) -> tuple[Any, ...]:
-    """One for each check."""
+    """Checks a tuple with one check per item."""
     if len(_sequence(value)) != len(checks):
         raise ValueError(f"expected {len(checks)} items, got {brief(value)}")
     return tuple(check(item) for check, item in zip(checks, value, strict=True))
@@ -101,7 +101,7 @@ _CHECKS: dict[type[Any], dict[str, Check]] = {
 
 
 def to_wire(message: Event | Instruction) -> dict[str, Any]:
-    """A message as plain values that msgpack carries."""
+    """Converts a message to plain values that msgpack supports."""
     kind = type(message)
     wire = {name: getattr(message, name) for name in _NAMES[kind]}
     wire["type"] = kind.__name__
@@ -109,14 +109,14 @@ def to_wire(message: Event | Instruction) -> dict[str, Any]:
 
 
 def from_wire(wire: object, known: dict[str, type[Any]]) -> Any:
-    """Reads a message and checks every field.
+    """Parses a message and checks every field.
 
     Args:
-        wire: what came, as msgpack gave it.
-        known: the types that may come from that side, by name.
+        wire: received value, as msgpack decoded it.
+        known: message types that this sender may send, by name.
 
     Raises:
-        ProtocolError: it is not such a message.
+        ProtocolError: the value is no such message.
     """
     if not isinstance(wire, dict):
         raise ProtocolError(f"expected a mapping, got {type(wire).__name__}")

@@ -23,15 +23,15 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.step_shares import StepShares
 
 LEAST_GAIN = 0.1
-"""Least cut of step time for which a rank is excluded, as a fraction."""
+"""Least cut of step time, as a fraction, for which a rank is excluded."""
 TRIAL_COST = 0.02
-"""Budget of trials: fraction of the time since the last one."""
+"""Budget of trials: fraction of the time since the last trial."""
 CARRYING_S = 0.1
 """Assumed time (s) of copying the model to excluded ranks, until measured."""
 SETTLING_GRANTS = 4
 """Grants after a change that are not measured: shares still move."""
 MEASURED_GRANTS, MEASURED_STEPS, MEASURED_S = 4, 12, 1.0
-"""Least grants, steps and seconds whose median is the time of a step."""
+"""Least grants, steps and seconds that are measured for a median step time."""
 TRIED_STEPS = 4
 """Measured steps of a trial, each a grant of its own."""
 
@@ -41,19 +41,19 @@ class _Phase(Enum):
 
     ==========================================  ===================  =========
     event                                       from                 to
+    event                                       from                 to
     ==========================================  ===================  =========
-    measured: all bring something               MEASURING            TOGETHER
+    measured: all ranks save time               MEASURING            TOGETHER
     measured twice in a row: some do not        MEASURING, APART     LEAVING
-    an epoch begins, and some brought nothing   MEASURING, TOGETHER  TRIAL
+    an epoch begins, and some saved no time     MEASURING, TOGETHER  TRIAL
     an epoch begins                             LEAVING, APART       TRIAL
     its first step is done                      TRIAL                LEAVING
-    or some steps, and all bring something      TRIAL                MEASURING
-    granted steps are done                      LEAVING              APART
+    or some steps, and all ranks save time      TRIAL                MEASURING
     the membership has changed                  any but OFF          MEASURING
     ==========================================  ===================  =========
 
-    A loop that gets no batch in an epoch may fail (a mean over none, say), so each
-    rank has a part in an epoch's first step.
+    A loop without a batch in an epoch may fail (a mean over none, for example), so each
+    rank has a share of an epoch's first step.
     """
 
     OFF = "all keep a share to the end of the run"
@@ -65,7 +65,7 @@ class _Phase(Enum):
 
 
 class _Measured(NamedTuple):
-    """Steps of a grant: seconds of each, and of its reduction as far as it showed."""
+    """Measured steps of a grant: time (s) of a step, and of its visible reduction."""
 
     steps: int
     step_s: float
@@ -74,7 +74,7 @@ class _Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Exclusion:
-    """Ranks to exclude; seconds of a step with and without them."""
+    """Ranks to exclude, with the time (s) of a step with and without them."""
 
     ranks: tuple[int, ...]
     with_s: float
@@ -82,7 +82,7 @@ class _Exclusion:
 
     @property
     def gain(self) -> float:
-        """Steps in the time of one with all ranks."""
+        """Speedup by the exclusion: ratio of the step times."""
         return self.with_s / self.without_s
 
     def __str__(self) -> str:
@@ -97,14 +97,14 @@ class _Exclusion:
 
 @final
 class LeftOutRanks:
-    """Ranks that are excluded from steps, and the times of changes.
+    """Decides which ranks are excluded from steps, and when that changes.
 
     Attributes:
         ranks: excluded ranks, ascending.
         changing: ranks that are being excluded or readmitted, until the active ranks
-            have run a step, and so are in one group.
-        unknown: state of each rank that cannot be copied to another, or "".
-        carrying_s: seconds in which a rank copies the model.
+            have run a step and so are in one group.
+        unknown: by rank, the state that cannot be copied to another rank, or "".
+        carrying_s: time (s) in which a rank copies the model.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LeftOutRanks:
         self._agreed: _Exclusion | None = None  # found twice in a row
         self._chosen = _Exclusion((), 0.0, 0.0)
         self._epoch, self._samples, self._steps_left = -1, 0, 0
-        self._bias = 0.0  # of predictions, once one was verified
+        self._bias = 0.0  # of predictions, once one has been verified
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._announced: tuple[int, ...] = ()
@@ -136,12 +136,12 @@ class LeftOutRanks:
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
     ) -> list[LeaveOut]:
-        """``auto`` chose steps, by what it has measured without these ranks.
+        """Starts exclusions under ``auto``, which chose steps without these ranks.
 
         Args:
-            ranks: none, if all bring something.
-            with_s: seconds of a step with them.
-            without_s: and without them.
+            ranks: ranks to exclude; none if all ranks save time.
+            with_s: time (s) of a step with them.
+            without_s: time (s) of a step without them.
         """
         if not self._is_allowed or self._phase is not _Phase.OFF:
             return []
@@ -151,14 +151,14 @@ class LeftOutRanks:
         return self._choose(_Exclusion(ranks, with_s, without_s))
 
     def stop(self) -> None:
-        """``auto`` left the steps: all ranks take part in the next ones."""
+        """Ends exclusions as ``auto`` leaves the steps; all ranks take later steps."""
         self.reset(self._members)
         self._shares.leave_out(())
         self._phase = _Phase.OFF
 
     @property
     def is_leaving(self) -> bool:
-        """No steps are granted until :meth:`leave`."""
+        """True until :meth:`leave`; no steps are granted meanwhile."""
         return self._phase is _Phase.LEAVING
 
     @property
@@ -168,13 +168,13 @@ class LeftOutRanks:
 
     @property
     def is_trying(self) -> bool:
-        """Steps are granted one by one."""
+        """True during a trial, in which steps are granted one by one."""
         return self._phase is _Phase.TRIAL
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float
     ) -> list[LeaveOut]:
-        """An epoch begins: ranks leave it after its first step, or are tried in it."""
+        """Begins an epoch; excluded ranks take part in its first step or a trial."""
         self._epoch, self._samples = epoch, sizes.runs[0][0]
         self._steps_left, self._now_s = sizes.num_batches, now_s
         told: list[LeaveOut] = []
@@ -185,7 +185,7 @@ class LeftOutRanks:
         elif found is not None and self._is_worth(found):
             told = self._choose(found)
         if self._phase in (_Phase.LEAVING, _Phase.APART):
-            self._enter(_Phase.TRIAL)  # one that is under way goes on
+            self._enter(_Phase.TRIAL)  # a trial under way continues
             self._decides = decides
             return self._set(())
         return told
@@ -204,10 +204,10 @@ class LeftOutRanks:
         """Records the active ranks' reports of a grant; may change the exclusion.
 
         Args:
-            reports: one of each active rank, all of them warm.
-            steps: steps of the grant.
-            steps_left: steps of the epoch that are not granted.
-            now_s: the time.
+            reports: reports of all active ranks, all of them warm.
+            steps: number of steps in the grant.
+            steps_left: number of the epoch's steps that are not granted.
+            now_s: current time.
         """
         if self._phase in (_Phase.OFF, _Phase.LEAVING):
             return []
@@ -230,7 +230,7 @@ class LeftOutRanks:
 
     @property
     def _is_enough(self) -> bool:
-        """True if enough is measured."""
+        """True if the measurements suffice for a decision."""
         recent = self._recent
         steps = sum(each.steps for each in recent)
         if self.is_trying:
@@ -269,7 +269,7 @@ class LeftOutRanks:
         return self._choose(agreed) if self._is_worth(agreed) else []
 
     def reset(self, members: Sequence[int]) -> None:
-        """Restarts measuring after a membership change: all members take part."""
+        """Restarts measuring with all members after a membership change."""
         self.ranks = self.changing = ()
         self._members = list(members)
         if self._phase is not _Phase.OFF:
@@ -286,7 +286,7 @@ class LeftOutRanks:
         unknown = next(filter(None, self.unknown.values()), "")
         if not unknown and self._first not in found.ranks:
             self._phase, self._chosen = _Phase.LEAVING, found
-            if not self.ranks:  # else it is of steps without those
+            if not self.ranks:  # else with_s is of steps without those ranks
                 self._all_s = found.with_s
             steps = SETTLING_GRANTS + TRIED_STEPS
             cost_s = steps * (self._all_s - found.without_s)
@@ -304,7 +304,7 @@ class LeftOutRanks:
         )
 
     def _shorter(self, step_s: float) -> _Exclusion | None:
-        """Ranks without which steps are predicted to be clearly shorter, if any are."""
+        """Returns ranks without which steps are predicted to be clearly shorter."""
         every = [self._without(ranks, step_s) for ranks in self._candidates()]
         if not every:
             return None
@@ -314,7 +314,7 @@ class LeftOutRanks:
         return next((each for each in hopeful if each.gain > 1.0 + LEAST_GAIN), None)
 
     def _is_worth(self, found: _Exclusion) -> bool:
-        """True if the exclusion saves more in the epoch than the model's copy costs."""
+        """True if the exclusion saves more in the epoch than a model copy costs."""
         saved_s = (self._steps_left - 1) * (found.with_s - found.without_s)
         return saved_s > 2 * self.carrying_s
 
@@ -324,7 +324,7 @@ class LeftOutRanks:
         return min(self._members)
 
     def _without(self, ranks: tuple[int, ...], step_s: float) -> _Exclusion:
-        """Step times with and without these ranks."""
+        """Returns the step times with and without these ranks."""
         without_s = self._shares.step_s(self._samples, ranks)
         if not self._is_alone(ranks):
             shown_s = min(each.shown_s for each in self._recent)
@@ -332,11 +332,11 @@ class LeftOutRanks:
         return _Exclusion(ranks, step_s, without_s)
 
     def _is_alone(self, left_out: Sequence[int]) -> bool:
-        """True if only one rank stays active: it reduces with none."""
+        """True if only one rank stays active, which reduces with none."""
         return len(left_out) == len(self._members) - 1
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:
-        """The slowest at a least share, the two slowest, ...; not the first rank."""
+        """Yields the slowest rank, the two slowest, ...; never the first rank."""
         least_s = self._shares.least_s(self._samples)
         others = (r for r in self._members if r not in (self._first, *self.ranks))
         slowest = sorted(others, key=lambda r: (-least_s[r], -r))
@@ -356,7 +356,7 @@ class LeftOutRanks:
         ]
 
     def _say(self, reason: str) -> list[LeaveOut]:
-        """Notification with a log line only; the exclusion stays as it is."""
+        """Returns a notification with a log line; the exclusion is unchanged."""
         rank, epoch = self._first, self._epoch
         return [LeaveOut(rank=rank, epoch=epoch, left_out=self.ranks, reason=reason)]
 

@@ -1,7 +1,7 @@
-"""Steps of ``sync`` when ranks have died: whose part is in which of them. Pure.
+"""Steps of ``sync`` after deaths: the steps that lack a dead rank's part. Pure.
 
 Survivors are at most one backward pass apart, since a pass ends when all ranks have
-reached it. They exchange their positions in the next group and decide alike:
+reached it. They exchange their positions in the next group and make the same decision:
 
     some ranks hold the sums ──► the others copy them: the dead rank's part counts
     no rank holds the sums   ──► repeat without the dead rank: its samples remain
@@ -24,9 +24,9 @@ class StepPlace(NamedTuple):
     """Position of a rank in its steps.
 
     Attributes:
-        passes: backward passes of the run whose sums it has.
-        first: of the epoch, the first step that no such pass can be of.
-        begun: the last step that its loop was given.
+        passes: number of the run's backward passes whose sums it has.
+        first: first step of the epoch to which none of these passes can belong.
+        begun: last step that its loop received.
     """
 
     passes: int
@@ -37,14 +37,14 @@ class StepPlace(NamedTuple):
     def at(
         passes: int, step: int, *, is_inside: bool, waits: int | None, passed: int
     ) -> StepPlace:
-        """Position of a loop that received a step last (-1: none yet).
+        """Returns the position of a loop that received a step last (-1: none yet).
 
         Args:
-            passes: whose sums it has.
-            step: which it received.
-            is_inside: the loop has not asked for the next one.
-            waits: an earlier one, or this, whose backward pass is under way or to come.
-            passed: the one that the last pass was of.
+            passes: number of passes whose sums it has.
+            step: the step that it received last.
+            is_inside: the loop has not requested the next step.
+            waits: this or an earlier step, if its backward pass is not complete.
+            passed: step of the last complete pass.
         """
         if waits is not None:
             return StepPlace(passes, waits, step)
@@ -54,13 +54,13 @@ class StepPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Decision for all survivors.
+    """Decision that all survivors make alike.
 
     Attributes:
-        source: place of one that has the sums of the last pass; None where all have.
-        passes: whose sums all have then.
-        first: from this step on the dead rank's part is missing.
-        last: all run steps to this one.
+        source: index of a rank with the sums of the last pass; None if all have them.
+        passes: number of passes whose sums all ranks have afterwards.
+        first: first step that lacks the dead rank's part.
+        last: last step that all ranks run.
     """
 
     source: int | None
@@ -70,7 +70,7 @@ class Settlement:
 
 
 def settle(places: Sequence[StepPlace]) -> Settlement:
-    """From where each of the survivors is, in their order."""
+    """Decides from the survivors' positions, in their order."""
     passes = [place.passes for place in places]
     most = max(passes)
     return Settlement(
@@ -83,12 +83,12 @@ def settle(places: Sequence[StepPlace]) -> Settlement:
 
 @final
 class LostRanks:
-    """Ranks that have died in the part of an epoch under way, as one rank knows.
+    """Ranks that died in the current part of an epoch, as one rank knows them.
 
     Attributes:
-        parts: of epochs so far.
-        first: the first step without each one's part.
-        last: all ranks run steps to this one; `EVERY_STEP` if none has died.
+        parts: number of epoch parts so far.
+        first: by dead rank, the first step without its part.
+        last: last step that all ranks run; `EVERY_STEP` if no rank has died.
     """
 
     def __init__(self) -> None:
@@ -98,27 +98,27 @@ class LostRanks:
         self._sure: set[int] = set()
 
     def begin_part(self) -> None:
-        """The epoch, or the next part of it, begins."""
+        """Begins the epoch, or the next part of it."""
         self.parts += 1
         self.first.clear()
         self._sure.clear()
         self.last = EVERY_STEP
 
     def take(self, gone: Iterable[int], settlement: Settlement) -> None:
-        """All survivors draw this; ``gone`` are all that have died."""
+        """Applies the survivors' decision; ``gone`` are all ranks that have died."""
         for rank in set(gone) - self._sure:
             self.first[rank] = settlement.first
         self.last = settlement.last
 
     def confirm(self) -> None:
-        """Confirms the decision; without it another death repeats it."""
+        """Confirms the decision; another death before that repeats it."""
         self._sure |= self.first.keys()
 
     @property
     def is_settled(self) -> bool:
-        """True if any has, and the part ends early."""
+        """True if a rank has died, so that the part ends early."""
         return self.last != EVERY_STEP
 
     def to_wire(self) -> tuple[tuple[int, int], ...]:
-        """(rank, its first missing step) of each."""
+        """Returns (rank, its first missing step) of each dead rank."""
         return tuple(sorted(self.first.items()))

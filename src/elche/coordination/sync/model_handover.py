@@ -1,7 +1,7 @@
 """Copies of the model to ranks of ``sync`` that lack its last steps. Pure.
 
 An excluded rank falls behind, and loops may leave an epoch after different steps. Such
-ranks copy the model from one that has it, at a point where no rank runs a step.
+ranks copy the model from one that has it, while no rank runs a step.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from elche.errors import ProtocolError
 
 @final
 class ModelHandover:
-    """Ranks that lack the model in an epoch and have yet to adopt it.
+    """Ranks of an epoch that lack the model and have yet to copy it.
 
     Args:
-        epoch: which; all that begin it hold the same model.
+        epoch: epoch number; all ranks begin the epoch with the same model.
 
     Attributes:
-        behind: members that were excluded from steps of the epoch. They adopt the
+        behind: members that were excluded from steps of the epoch. They copy the
             model at its end.
-        adopting: members that take it over now, or run the steps that they have begun.
-        ready: members that have done so while another group formed.
+        adopting: members that are copying it, or running the steps they have begun.
+        ready: members that have finished that while another group formed.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -41,18 +41,18 @@ class ModelHandover:
         return bool(self.behind) and not self._is_told
 
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """Removes a lost rank."""
         for each in (self.behind, self.adopting, self.ready):
             each.discard(rank)
 
     def await_steps(self, members: Set[int]) -> None:
-        """Ranks have died, and the others run what they have begun."""
+        """Waits for members to run their begun steps, since ranks have died."""
         self.adopting = {*members} - self.ready - self.behind
         self.ready.clear()
         self._is_told = False
 
     def tell(self, members: Iterable[int], source: int, last: int) -> list[Adopt]:
-        """All take the model after the step ``last`` from one rank."""
+        """Instructs members to copy the model after step ``last`` from ``source``."""
         self._is_told = True
         self.adopting.update(members)
         return [
@@ -61,7 +61,7 @@ class ModelHandover:
         ]
 
     def take(self, event: ModelUpdated, *, is_paused: bool) -> None:
-        """A rank has taken it over, also while the members form a new group.
+        """Records that a rank has copied the model, even while a new group forms.
 
         Raises:
             ProtocolError: the rank was not instructed to adopt.
@@ -74,5 +74,5 @@ class ModelHandover:
         self.adopting.discard(event.rank)
 
     def check(self, members: Set[int]) -> None:
-        """Asserts that they are members."""
+        """Asserts that all these ranks are members."""
         assert self.behind | self.adopting <= members

@@ -1,14 +1,14 @@
 """NaN/Inf detection under ``sync``, attributed to a rank. Pure.
 
-All ranks take the same step, so NaN parameters are NaN on all of them, and do not show
-whose gradient caused them: after the reduction the gradient is non-finite everywhere.
-Each rank therefore checks its own gradients before they are reduced, and reports since
-which backward pass they have been non-finite without a finite one in between. Under a
-GradScaler that happens often and means nothing: the next step's gradients are finite
-again. Only where the parameters are NaN is a rank named: the first with a non-finite
-gradient. A second pass of the same step adds to the reduced gradients of the first,
-which are then non-finite on all ranks, so passes are distinguished. So are parameters,
-because passes may be of different parts of the model.
+All ranks take the same step, so NaN parameters are NaN on all of them. They do not show
+whose gradient caused them: after the reduction it is non-finite everywhere. Each rank
+therefore checks its own gradients before they are reduced. It reports since which
+backward pass they have been non-finite without a finite one in between. Under a
+GradScaler that happens often and is harmless: the next step's gradients are finite
+again. Only if the parameters are NaN is a rank named: the first with a non-finite
+gradient. A second pass of a step adds to the reduced gradients of the first, which are
+then non-finite on all ranks, so passes are distinguished. So are parameters, because
+passes may be of different parts of the model.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from elche.coordination.protocol.messages import OwnPart
 from elche.errors import NonFiniteError
 
 PATIENCE_REPORTS = 3
-"""Reports that a rank may lag behind others in detecting NaN: its device is behind."""
+"""Reports by which a rank may lag in detecting NaN, since its device runs behind."""
 
 
 @final
 class NonFiniteRecord:
-    """Non-finite gradients of one rank, in order of time, over all epochs.
+    """Non-finite gradients of one rank, by time, over all epochs.
 
-    A gradient that an epoch leaves to the first step of the next is the reduced one,
+    A gradient that an epoch leaves to the next epoch's first step is the reduced one,
     the same on all ranks, when the next pass adds to it.
 
     Args:
-        lag_steps: so many steps after its own a gradient moves the parameters; those
-            between are finite, whatever it was.
+        lag_steps: number of steps after which a gradient moves the parameters; checks
+            before that are finite for any gradient.
 
     Attributes:
-        is_finite: the parameters were finite at the last check.
+        is_finite: whether the parameters were finite at the last check.
     """
 
     def __init__(self, lag_steps: int = 0) -> None:
@@ -46,17 +46,17 @@ class NonFiniteRecord:
 
     @property
     def broken(self) -> OwnPart:
-        """Since when its own gradients are non-finite; () if they are finite."""
+        """First part since which its own gradients are non-finite; () if finite."""
         return min(self._broken.values(), default=())
 
     def gradients(self, part: OwnPart, parameter: int, *, is_finite: bool) -> None:
-        """The rank's own gradient of a parameter, in a backward pass.
+        """Records the rank's own gradient of a parameter in a backward pass.
 
         Args:
-            part: epoch, step, pass, and the samples of the step's batch (first, one
-                past the last) that it is of.
-            parameter: which one.
-            is_finite: whether it is finite.
+            part: epoch, step, pass, and samples (first, one past the last) of the
+                step's batch.
+            parameter: index of the parameter.
+            is_finite: whether the gradient is finite.
         """
         if not is_finite:
             self._broken.setdefault(parameter, part)
@@ -66,7 +66,7 @@ class NonFiniteRecord:
             self._broken.pop(parameter, None)
 
     def parameters(self, *, is_finite: bool) -> None:
-        """The parameters, after a step."""
+        """Records whether the parameters are finite after a step."""
         self.is_finite = is_finite
 
 
@@ -79,21 +79,21 @@ class NonFiniteReports:
         self._lost: dict[int, int] = {}
 
     def take(self, event: StepsDone | EpochLeft) -> None:
-        """A rank's report."""
+        """Records a rank's report."""
         self._broken[event.rank] = event.broken
         is_lost = not event.is_finite
         self._lost[event.rank] = self._lost.get(event.rank, 0) + 1 if is_lost else 0
 
     def check(self, epoch: int, members: Iterable[int], *, is_last: bool) -> None:
-        """Stops the run if the model's parameters are NaN.
+        """Ends the run if the model's parameters are NaN.
 
         Args:
-            epoch: the epoch.
-            members: the ranks that hold the same parameters.
-            is_last: no more reports of this epoch will come.
+            epoch: epoch number.
+            members: ranks that hold the same parameters.
+            is_last: whether this epoch has no more reports.
 
         Raises:
-            NonFiniteError: they are.
+            NonFiniteError: the parameters are NaN.
         """
         lost = [self._lost.get(rank, 0) for rank in members]
         late = any(lost) and (is_last or max(lost) >= PATIENCE_REPORTS)

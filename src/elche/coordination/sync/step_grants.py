@@ -1,11 +1,11 @@
-"""Grants of steps under ``sync``: how many, how far ahead, and in which shares. Pure.
+"""Grants of steps under ``sync``: their number, lead and shares. Pure.
 
-Steps are granted to all ranks alike and ahead of every rank's loader, so no rank ever
-waits for a message and a change of shares names a step that no loader has drawn
-yet. Early grants are one step long, so that the first measurements count
-at once; later ones cover about ``GRANT_S`` seconds. The first steps of unequal devices
-are granted one by one: their shares are guesses, and waiting for a message costs less
-than another step that everybody waits for the slowest device in.
+Steps are granted to all ranks alike and ahead of every rank's loader. So no rank waits
+for a message, and new shares begin at a step that no loader has drawn yet. Early grants
+are one step long, so that the first measurements count at once; later ones cover about
+``GRANT_S`` seconds. The first steps of unequal devices are granted one by one: their
+shares are guesses, and waiting for a message costs less than another step at the
+slowest device's speed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FIRST_STEPS = 2
 
 @dataclass(slots=True)
 class Granted:
-    """Some steps, split alike.
+    """A grant: consecutive steps with the same shares.
 
     Attributes:
-        start: the first.
-        stop: one past the last.
-        shares: samples of each rank in each of them, 0 for one that is gone.
+        start: first step.
+        stop: one past the last step.
+        shares: samples of each rank in each step, 0 for a lost rank.
         owing: active members that have not reported the steps.
-        reports: of the others.
-        is_settled: ranks of an earlier group hold their result; no more reports come.
-        left: ranks whose loop has left the epoch before the end of these steps.
+        reports: reports of the other members.
+        is_settled: ranks of an earlier group hold the result; no more reports come.
+        left: ranks whose loop left the epoch before the end of these steps.
         lost: ranks that have died, and whose part is missing.
     """
 
@@ -64,7 +64,7 @@ class Granted:
         return self.stop - self.start
 
     def work(self) -> list[RankReport]:
-        """Work of each rank in the steps; the samples of one that did not report."""
+        """Returns each rank's work; only the samples if the rank did not report."""
         counted = {rank: report_of(each) for rank, each in self.reports.items()}
         for rank, share in enumerate(self.shares):
             if share and rank not in self.left:
@@ -73,7 +73,7 @@ class Granted:
         return [counted[rank] for rank in sorted(counted.keys() - self.lost)]
 
     def missing_parts(self) -> list[tuple[int, int, int]]:
-        """(step, first sample, one past the last) of what lost ranks did not bring."""
+        """Returns (step, first sample, one past the last) of the lost ranks' parts."""
         stops = list(accumulate(self.shares))
         return [
             (step, stops[rank] - share, stops[rank])
@@ -84,7 +84,7 @@ class Granted:
 
 
 def report_of(event: StepsDone | EpochLeft) -> RankReport:
-    """Work of a rank in steps, or since its last report if it leaves."""
+    """Returns a rank's work in steps, or since its last report if it leaves."""
     norm = event.parameter_norm if isinstance(event, StepsDone) else 0.0
     return RankReport(
         rank=event.rank,
@@ -103,13 +103,13 @@ class StepGrants:
     """Steps of an epoch, from their grant to their commit.
 
     Steps before ``committed_until`` are committed, those before ``until`` are granted,
-    and no rank has the others.
+    and later ones are free.
 
     Attributes:
-        world_size: ranks that there are numbers for.
-        sizes: of the epoch's steps.
-        is_single: a step is granted only when the last one is done.
-        fetches_early: loops ask for the next batch before a step's backward pass.
+        world_size: highest rank plus one.
+        sizes: batch sizes of the epoch's steps.
+        is_single: whether a step is granted only after the last one is done.
+        fetches_early: whether loops request the next batch before a backward pass.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StepGrants:
         self._epoch = -1
         self.world_size = max(member.rank for member in members) + 1
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
-        self._granted: deque[Granted] = deque()  # and not committed, oldest first
+        self._granted: deque[Granted] = deque()  # uncommitted, oldest first
         self.sizes = BatchSizes(())
         self.until = self.committed_until = 0
         self._step_s = math.inf
@@ -150,11 +150,11 @@ class StepGrants:
 
     @property
     def oldest(self) -> Granted | None:
-        """The grant that is completed next."""
+        """Oldest grant, which is completed next."""
         return self._granted[0] if self._granted else None
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes) -> None:
-        """Nothing of it is granted yet."""
+        """Starts an epoch without grants."""
         self._epoch = epoch
         self._granted.clear()
         self.sizes = sizes
@@ -162,7 +162,7 @@ class StepGrants:
         self._has_said_none = False
 
     def follow(self, members: Mapping[int, int]) -> None:
-        """The members are others now, each with its loader's horizon."""
+        """Adopts new members, each with its loader's horizon."""
         self.world_size = max(self.world_size, max(members) + 1)
         self._ahead_steps = max(members.values()) + 2
 
@@ -191,15 +191,15 @@ class StepGrants:
         self.fetches_early |= report.unknown == EARLY
 
     def remove(self, rank: int) -> None:
-        """A rank is gone: its reports are not waited for any more."""
+        """Removes a lost rank, whose reports are not waited for any more."""
         for grant in self._granted:
             grant.owing.discard(rank)
 
     def leave(self, event: EpochLeft) -> None:
-        """A rank's loop has left the epoch: it reports no more, and trains no more.
+        """Records that a rank's loop left the epoch, and its last report.
 
         Raises:
-            ProtocolError: it claims work that it was not given, or no finite times.
+            ProtocolError: the claimed work was not granted, or times are not finite.
         """
         owed = [grant for grant in self._granted if event.rank in grant.owing]
         samples = sum(
@@ -221,22 +221,22 @@ class StepGrants:
             grant.left.add(event.rank)
 
     def complete(self) -> Granted:
-        """All ranks have run the oldest grant, which is committed."""
+        """Commits the oldest grant, which all ranks have run."""
         grant = self._granted.popleft()
         self.committed_until = grant.stop
         self._guesses &= grant.stop < FIRST_STEPS
         return grant
 
     def measured(self, step_s: float) -> None:
-        """The slowest rank takes so long for a step."""
+        """Records the step time of the slowest rank."""
         self._step_s = step_s or math.inf
 
     def settle(self, done: int, lost: Mapping[int, int]) -> None:
-        """The group has changed: steps before ``done`` are done, later ones void.
+        """Keeps steps before ``done`` and voids later ones after a regroup.
 
         Args:
-            done: the first step that is not in the common model.
-            lost: ranks whose part is missing, each from a step on.
+            done: first step that is not in the common model.
+            lost: by lost rank, the first step that lacks its part.
         """
         kept: deque[Granted] = deque()
         for grant in self._granted:
@@ -300,7 +300,7 @@ class StepGrants:
         return [GrantBatches(rank=r, shares=shares, **common) for r in sorted(ranks)]
 
     def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
-        """The next steps and their shares, as speeds are now."""
+        """Returns the next steps, with shares by the present speeds."""
         samples, run_end = self.sizes.run_of(self.until)
         granted = self.until - self.committed_until
         trial = self._shares.trial(samples, self.world_size, granted)
@@ -309,7 +309,7 @@ class StepGrants:
         return self.until, stop, shares
 
     def check(self, members: Set[int]) -> None:
-        """Asserts that every step is in one place, and that members owe reports."""
+        """Asserts that every step is in one place, and only members owe reports."""
         at = self.committed_until
         for grant in self._granted:
             assert grant.start == at

@@ -1,13 +1,13 @@
 """Early exits from an epoch of ``sync``. Pure.
 
-Steps that are granted when a loop breaks off are run by the others to their end. The
-rank that has left takes part in their reductions with zeros, but only in backward
-passes that all the others have begun: it learns of them here. So all know that it is
-gone before such a pass ends, and leave its share out of the mean. Whoever took other
-steps than the rest takes over the model before the epoch ends:
+If a loop leaves early, the others still run all granted steps. The rank that left takes
+part in their reductions with zeros, but only in backward passes that all the others
+have begun, of which it is notified here. So all ranks know of its exit before such a
+pass ends, and exclude its share from the mean. Ranks with different steps than the
+others copy the model before the epoch ends:
 
     no rank left ── EpochLeft ──► leaving ── granted steps done, or all have left ──►
-        over, where all left with the same model; else taking over one ──► over
+        over, if all left with the same model; else copying one ──► over
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SAME_PASSES = (
 
 @final
 class EarlyEnd:
-    """Ranks that have left an epoch, or a generation, and ranks that wait in a pass.
+    """Ranks that have left an epoch early, and ranks that wait in a pass.
 
     Args:
-        policy: as the user has set it.
+        policy: policy as set by the user.
     """
 
     def __init__(self, policy: str) -> None:
@@ -44,16 +44,16 @@ class EarlyEnd:
         self._is_settled = False
 
     def __bool__(self) -> bool:
-        """True if anybody has left."""
+        """True if any rank has left."""
         return bool(self._left)
 
     def __contains__(self, rank: int) -> bool:
-        """True if this rank has."""
+        """True if this rank has left."""
         return rank in self._left
 
     @property
     def under(self) -> str:
-        """The policy in words, and why its steps are common where it is ``auto``."""
+        """Policy as text; for ``auto`` with the reason why its steps are common."""
         if self._policy == "auto":
             return (
                 "under policy 'auto', which trains in common steps, as 'sync' does, "
@@ -63,21 +63,21 @@ class EarlyEnd:
 
     @property
     def step(self) -> int:
-        """Steps that the rank which left last has run."""
+        """Number of steps run by the rank that left last."""
         return max(event.step for event in self._left.values())
 
     def done(self, event: StepsDone) -> None:
-        """A rank has ended steps.
+        """Records that a rank has ended steps.
 
         Raises:
-            ConfigError: another waits in a pass of them that this one has not run.
+            ConfigError: another rank waits in a pass that this rank has not run.
         """
         self._done[event.rank] = event
         for begun in self._waits.values():
             self._compare(event, begun)
 
     def completed(self, stop: int) -> None:
-        """All ranks have ended the steps before this one, and wait in none of them."""
+        """Drops waits in steps before ``stop``, which all ranks have ended."""
         self._waits = {r: each for r, each in self._waits.items() if each.step > stop}
 
     def _compare(self, done: StepsDone, begun: PassBegun) -> None:
@@ -90,11 +90,11 @@ class EarlyEnd:
             )
 
     def staying(self, members: Iterable[int]) -> list[int]:
-        """Members that have not left."""
+        """Returns the members that have not left."""
         return sorted(set(members) - self._left.keys())
 
     def take(self, event: EpochLeft, members: Iterable[int]) -> list[Instruction]:
-        """Records a rank that leaves; the notified others report their positions."""
+        """Records a rank that leaves; notified ranks then report their positions."""
         self._left[event.rank] = event
         self._begun.clear()
         return [
@@ -103,10 +103,10 @@ class EarlyEnd:
         ]
 
     def begun(self, event: PassBegun, members: Iterable[int]) -> list[Instruction]:
-        """Records a staying rank's progress; lets the others join after all reports.
+        """Records a staying rank's progress; after all reports, the leavers may join.
 
         Raises:
-            ProtocolError: it began a pass that a rank that has left cannot join.
+            ProtocolError: the rank began a pass that a rank which left cannot join.
             ConfigError: see `done`.
         """
         self._waits[event.rank] = event
@@ -133,19 +133,19 @@ class EarlyEnd:
         ]
 
     def settle(self, members: Set[int], *, is_needed: bool) -> int | None:
-        """Rank whose model all adopt when granted steps are done, once.
+        """Returns the rank whose model all copy after the granted steps, once.
 
-        It is that of a rank that has run all of them, or has left last.
+        That rank has run all of them, or has left last.
 
         Args:
             members: ranks that have taken part.
-            is_needed: other ranks need the model even where these hold the same one.
+            is_needed: whether other ranks need the model even if these hold equal ones.
 
         Returns:
-            None if all hold one model, or have been instructed to adopt it.
+            The rank; None if all hold one model, or have been instructed already.
 
         Raises:
-            MismatchError: they hold others after as many steps.
+            MismatchError: models differ after equal numbers of steps.
         """
         if self._is_settled:
             return None

@@ -1,9 +1,9 @@
 """A rank's step reports under ``sync``: contents and time of sending.
 
-The worker's shell and the simulator run this same code. A report of a grant's steps is
-due when the last of them is done. Sending it there would keep the device, and every
-other rank, waiting for a system call; so it is sent when the next step's backward pass
-begins, or as soon as there is no next step to run. Pure.
+The worker's shell and the simulator run this same code. A grant's report is due when
+its last step is done. Sending it there would make the device, and every other rank,
+wait for a system call. So it is sent when the next step's backward pass begins, or as
+soon as there is no next step. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elche.coordination.protocol.messages import CheckRows, Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 
 EARLY = "the next batch is asked for before the backward pass of the last one"
-"""Steps are then reported one step later."""
+"""Reason for ``fetches_early``: steps are then reported one step later."""
 
 
 class StepReports:
@@ -27,10 +27,10 @@ class StepReports:
     Args:
         rank: the rank.
         epoch: the epoch.
-        numbers: record of non-finite values; the shell keeps it up to date.
+        numbers: record of non-finite values, updated by the shell.
 
     Attributes:
-        due: the report to send.
+        due: report to send, or None.
     """
 
     def __init__(self, rank: int, epoch: int, numbers: NonFiniteRecord) -> None:
@@ -42,11 +42,11 @@ class StepReports:
         self._numbers = numbers
 
     def granted(self, grant: GrantBatches) -> None:
-        """More steps were granted."""
+        """Adds a grant."""
         self._grants.append(grant)
 
     def step_done(self, step: int, cost: BatchCost) -> bool:
-        """A step is done; True if it was its grant's last, which :meth:`close` ends."""
+        """Records a finished step; True for the last of a grant: call :meth:`close`."""
         self._times.add(cost)
         return bool(self._grants) and step + 1 == self._grants[0].stop
 
@@ -61,7 +61,7 @@ class StepReports:
         unknown: str = "",
         checks: CheckRows = (),
     ) -> None:
-        """The grant under way is done, and its report due; see `StepsDone`."""
+        """Completes the current grant and creates its report; see `StepsDone`."""
         assert self.due is None, "the last report has not been sent"
         grant, times = self._grants.popleft(), self._times
         self._times = DeliveredTimes()
@@ -88,7 +88,7 @@ class StepReports:
         )
 
     def take(self) -> StepsDone | None:
-        """Report to send now: the next backward pass begins, or none will."""
+        """Returns the due report, at the next backward pass or if there is none."""
         due, self.due = self.due, None
         return due
 
@@ -103,9 +103,9 @@ class StepReports:
         checks: CheckRows = (),
         stepped: int = 0,
     ) -> EpochLeft:
-        """Report of the steps that a loop has run before it left the epoch.
+        """Returns the report of a loop that left the epoch early; see `EpochLeft`.
 
-        ``cost`` is that of the last one, None if there was none; else see `EpochLeft`.
+        ``cost`` is the last step's cost, None if it was added already.
         """
         if cost is not None:
             self._times.add(cost)
@@ -129,6 +129,6 @@ class StepReports:
         )
 
     def void(self) -> None:
-        """Discards grants and begun steps: the next group receives new grants."""
+        """Discards grants and begun steps; the next group receives new grants."""
         self._grants.clear()
         self._times = DeliveredTimes()

@@ -15,15 +15,15 @@ from elche.coordination.protocol.events import StepsDone
 
 @final
 class StepShares:
-    """The members' parts of a global batch.
+    """The members' shares of a global batch.
 
     Args:
-        settings: what the ranks agreed on.
+        settings: the settings that the ranks agreed on.
         ranks: the members.
-        times: of the ranks, to go on with and to feed.
+        times: measured times of the ranks, read and updated; None starts anew.
 
     Attributes:
-        is_fixed: shares do not follow measured times.
+        is_fixed: whether shares ignore measured times.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StepShares:
         self._steps = 0
 
     def of(self, samples: int, world_size: int) -> tuple[int, ...]:
-        """Samples of each rank in a step of so many, 0 for one that is gone."""
+        """Returns each rank's samples in a step of ``samples``, 0 for lost ranks."""
         sizes = self._balancer.sizes(samples)
         if self._keeps_columns:
             first = self._first = self._first or sizes
@@ -56,28 +56,28 @@ class StepShares:
     def trial(
         self, samples: int, world_size: int, granted: int
     ) -> tuple[int, ...] | None:
-        """Other parts for a single step now and then; see :meth:`Balancer.trial`.
+        """Returns other shares for an occasional test step; see :meth:`Balancer.trial`.
 
         Args:
-            samples: of the step.
-            world_size: ranks that there are numbers for.
-            granted: steps that were granted and have not been measured.
+            samples: samples of the step.
+            world_size: highest rank plus one.
+            granted: number of steps that are granted and not measured yet.
         """
         sizes = self._balancer.trial(samples, self._steps)
         if sizes is None:
             return None
-        self._steps = -granted  # the next one comes after this one is measured
+        self._steps = -granted  # the next trial comes after this one is measured
         return self._spread(sizes, world_size)
 
     def _spread(self, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-        """The members' parts by rank."""
+        """Converts the members' shares to a tuple indexed by rank."""
         shares = [0] * world_size
         for rank, size in zip(self._places, sizes, strict=True):
             shares[rank] = size
         return tuple(shares)
 
     def measured(self, reports: Sequence[StepsDone], steps: int) -> None:
-        """Takes in what so many steps took the members that took part."""
+        """Records the active members' times of ``steps`` steps."""
         if self.is_fixed:
             return
         samples, busy_s = [0] * len(self._places), [0.0] * len(self._places)
@@ -90,11 +90,11 @@ class StepShares:
         self._steps += steps
 
     def limit(self, rank: int, samples: int) -> None:
-        """A rank's device turned out to hold no more: later steps heed it.
+        """Limits a rank's later shares to what its device turned out to hold.
 
         Args:
-            rank: whose.
-            samples: as many at once; 0: no limit was met.
+            rank: the limited rank.
+            samples: most samples that fit at once; 0: no limit was met.
         """
         if not 0 < samples < self._caps.get(rank, samples + 1):
             return
@@ -103,27 +103,27 @@ class StepShares:
             self._balancer.limit(self._places[rank], samples)
 
     def spare(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks the least part of later steps."""
+        """Assigns these ranks the least share of later steps."""
         self._balancer.spare([self._places[rank] for rank in ranks])
 
     def leave_out(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks nothing from now on, and all others a part."""
+        """Assigns these ranks no share from now on, and all others one."""
         self._balancer.leave_out([self._places[rank] for rank in ranks])
 
     def step_s(self, samples: int, left_out: Iterable[int]) -> float:
-        """Predicted seconds of a step without these ranks, and without its reduction.
+        """Predicts the time (s) of a step without these ranks and the reduction.
 
-        Infinite where the others' devices cannot hold it.
+        Infinite if the other devices cannot hold the batch.
         """
         places = [self._places[rank] for rank in left_out]
         return self._balancer.step_s(samples, places)
 
     def least_s(self, samples: int) -> dict[int, float]:
-        """Predicted seconds of each rank's least share."""
+        """Predicts the time (s) of each rank's least share."""
         return dict(zip(self._places, self._balancer.least_s(samples), strict=True))
 
     def follow(self, ranks: Iterable[int]) -> None:
-        """The members are others now; a new one counts as a usual one."""
+        """Adopts new members; a new rank is assumed of average speed."""
         costs = self._balancer.costs_s()
         speeds = {
             rank: 1.0 / cost for rank, cost in zip(self._places, costs, strict=True)
@@ -149,5 +149,5 @@ class StepShares:
 
 
 def _places(ranks: Iterable[int]) -> dict[int, int]:
-    """Index of each member among the balancer's ranks."""
+    """Returns each member's index among the balancer's ranks."""
     return {rank: place for place, rank in enumerate(sorted(ranks))}

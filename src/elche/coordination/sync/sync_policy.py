@@ -1,10 +1,10 @@
-"""``sync``: every global batch divided by delivered speed, reduced at every step.
+"""``sync``: divides every global batch by delivered speed, reduces at every step.
 
 Steps are granted ahead (`elche.coordination.sync.step_grants`), reported by all ranks,
-and then committed. When a rank is gone, the others form a new group and settle in it
-which steps they run without it (`elche.coordination.sync.lost_ranks`); then the epoch
-pauses, and what is left is divided among who is there. A rank without which steps are
-shorter may be left out (`elche.coordination.sync.left_out`). Pure.
+and then committed. After a rank's death the others form a new group and agree on the
+steps that they run without it (`elche.coordination.sync.lost_ranks`). Then the epoch
+pauses, and its rest is divided among the survivors. A rank without which steps are
+shorter may be excluded (`elche.coordination.sync.left_out`). Pure.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from elche.errors import ConfigError, ProtocolError
 
 
 class SyncPolicy(Policy):
-    """Grants steps and sizes the shares of each.
+    """Policy that grants steps and sizes each rank's shares of them.
 
     Args:
         members: all ranks, in order.
-        settings: what the ranks agreed on.
-        times: of the ranks, to go on with and to feed.
+        settings: the settings that the ranks agreed on.
+        times: measured times of the ranks, read and updated; None starts anew.
 
     Attributes:
-        watch: sees each grant's reports, and steps in it, before others are granted;
-            its instructions are sent.
-        shares: the members' parts of each step.
-        exclusion: which members take no part in steps.
+        watch: called with each grant's reports and number of steps before more are
+            granted; its instructions are sent.
+        shares: the members' shares of each step.
+        exclusion: members excluded from steps.
         grants: the steps of the epoch.
     """
 
@@ -72,7 +72,7 @@ class SyncPolicy(Policy):
         self._begin(-1, 0.0)
 
     def _begin(self, epoch: int, now_s: float) -> None:
-        """Nothing of the epoch has happened yet."""
+        """Resets the state for an epoch."""
         self._epoch = epoch
         self._is_paused = self._is_cut = False
         self._handover = ModelHandover(epoch)
@@ -96,7 +96,7 @@ class SyncPolicy(Policy):
         return Outcome([*told, *self._top_up()])
 
     def handle(self, event: Event, now_s: float) -> Outcome:
-        """Takes a report of steps, or a rank's early end of the epoch."""
+        """Handles a report of steps, or a rank's early exit from the epoch."""
         match event:
             case EpochLeft():
                 return self._leave(event, now_s)
@@ -114,7 +114,7 @@ class SyncPolicy(Policy):
         return Outcome() if self._is_paused else self._go_on(now_s)
 
     def _go_on(self, now_s: float) -> Outcome:
-        """Completes what all have done, grants more, and ends the epoch."""
+        """Completes steps that all ranks have run, grants more, and ends the epoch."""
         outcome = Outcome()
         grants = self.grants
         while (oldest := grants.oldest) and self._is_complete(oldest):
@@ -163,12 +163,12 @@ class SyncPolicy(Policy):
 
     @property
     def steps_left(self) -> int:
-        """Steps that were not run after ranks have died; else 0."""
+        """Steps that were not run because ranks have died; else 0."""
         return max(1, self.grants.ungranted) if self._lost else 0
 
     @property
     def loss_limits(self) -> LossLimits:
-        """The last rank that has the model, ranks that change groups, early ends."""
+        """Losses that end the run: sole holders of the model, and changing groups."""
         is_sole = bool(self._handover.behind) and len(self._active) == 1
         return LossLimits(
             sole_holders=self._active if is_sole else frozenset(),
@@ -183,16 +183,16 @@ class SyncPolicy(Policy):
         return not (busy or self._left)
 
     def cut_short(self) -> None:
-        """Ends the epoch when granted steps are done: another policy has the rest."""
+        """Ends the epoch after its granted steps; another policy runs the rest."""
         self._is_cut = True
 
     def make_room(self, wanted: bool) -> list[Instruction]:
-        """No steps are granted while somebody wants the ranks quiet."""
+        """Grants no steps while ``wanted``, so that the ranks become idle."""
         was_wanted, self._makes_room = self._makes_room, wanted
         return [*self._top_up()] if was_wanted and not wanted else []
 
     def remove(self, rank: int) -> None:
-        """A rank is gone; nothing is granted until :meth:`regrouped`."""
+        """Removes a lost rank; grants nothing until :meth:`regrouped`."""
         self._is_paused = True
         del self._members[rank]
         self._handover.remove(rank)
@@ -200,25 +200,25 @@ class SyncPolicy(Policy):
         self._follow_members()
 
     def add(self, member: Member) -> None:
-        """A rank joins; it takes part from the next epoch on, or the rest of one."""
+        """Adds a rank, which takes part from the next epoch or part of one."""
         self._is_paused = True
         self._members[member.rank] = member.horizon_batches
         self._follow_members()
 
     def arrived(self, rank: int, lost: Runs) -> None:
-        """Before :meth:`regrouped`: a member is in the group; see `Regrouped`."""
+        """Notes a member of the new group before :meth:`regrouped`; see `Regrouped`."""
         self._handover.ready.discard(rank)  # it has run its steps in an earlier group
         self._lost.update(lost)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """All members have formed their group, without ranks that have died.
+        """Resumes after all members have formed their group, without dead ranks.
 
         They run the steps that any of them has begun. Then the epoch pauses, and its
         rest is divided again.
 
         Args:
-            reduced: the last step of the epoch that each member will have run.
-            now_s: the time.
+            reduced: by member, the last step of the epoch that it will have run.
+            now_s: current time.
         """
         self._is_paused = False
         self._numbers, self._left = NonFiniteReports(), EarlyEnd(self._policy)
@@ -251,7 +251,7 @@ class SyncPolicy(Policy):
         return rank in self._left
 
     def waiting_for(self) -> str:
-        """Ranks that have not reported the oldest grant, or not left the epoch."""
+        """Names the ranks that the epoch waits for, and their pending work."""
         if self._is_paused:
             return "the ranks that stay to form their new group"
         if adopting := self._handover.adopting:
@@ -276,7 +276,7 @@ class SyncPolicy(Policy):
         return not grant.owing and bool(grant.reports)
 
     def _complete(self, grant: Granted, now_s: float) -> list[Instruction]:
-        """All ranks have run steps: counts and measures them."""
+        """Counts and measures a grant that all ranks have run."""
         for work in grant.work():
             self._totals.add(grant.stop - 1, work)
         for step, start, stop in grant.missing_parts():
@@ -302,7 +302,7 @@ class SyncPolicy(Policy):
         """Records the active ranks' measured times of a grant.
 
         Raises:
-            ConfigError: they ran different backward passes.
+            ConfigError: the ranks ran different backward passes.
         """
         passes = [report.backward_passes for report in reports]
         if len({(report.backward_passes, report.pass_steps) for report in reports}) > 1:
@@ -320,14 +320,14 @@ class SyncPolicy(Policy):
         return self.exclusion.measured(reports, steps, left, now_s)
 
     def _top_up(self) -> list[GrantBatches]:
-        """Grants further steps, or an empty grant to loops that wait in vain."""
+        """Grants more steps, or an empty grant to loops that would wait in vain."""
         holds = self._makes_room or self._is_paused
         if not (holds or self._is_cut or self._left):
             return self.grants.top_up(self._active)
         return [] if self._lost else self.grants.say_none(self._active)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
-        """A loop's early end: granted steps are run, and no others are granted."""
+        """Handles a loop's early exit: granted steps are run, no others granted."""
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         if self._is_paused or self._handover.adopting:
@@ -344,7 +344,7 @@ class SyncPolicy(Policy):
         return outcome
 
     def _end_early(self, outcome: Outcome, now_s: float) -> Outcome:
-        """Ends the epoch when whoever stayed has run what was granted."""
+        """Ends the epoch when the staying ranks have run the granted steps."""
         active = self._active
         staying = self._left.staying(active)
         grants, handover = self.grants, self._handover

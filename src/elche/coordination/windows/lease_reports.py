@@ -1,8 +1,8 @@
 """A rank's reports of its leases under windows: contents and time of sending.
 
 The worker's shell and the simulator run this same code. A lease is reported when its
-last batch is done, and sooner where somebody waits for it: at a window's end, when what
-is left of it goes back, and of every batch where ranks are throttled. Pure.
+last batch is done. It is reported earlier if the coordinator waits for it: at a
+window's end, when its rest is returned, and after every batch under a throttle. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elche.coordination.protocol.instructions import GrantBatches
 
 @final
 class LeaseReports:
-    """One rank's leases of an epoch, oldest first, and what is not reported of them."""
+    """One rank's leases of an epoch, oldest first, with their unreported batches."""
 
     def __init__(self, rank: int, epoch: int) -> None:
         self._rank = rank
@@ -27,11 +27,11 @@ class LeaseReports:
         self._stop = 0
 
     def granted(self, lease: GrantBatches) -> None:
-        """More batches were leased."""
+        """Adds a lease."""
         self._leases.append(lease)
 
     def batch_done(self, batch: int, cost: BatchCost) -> bool:
-        """A batch is done; True if it was its lease's last, which is to be reported."""
+        """Records a finished batch; True at its lease's end, for :meth:`take`."""
         self._times.add(cost)
         self._stop = batch + 1
         if self._stop < self._leases[0].stop:
@@ -40,7 +40,7 @@ class LeaseReports:
         return True
 
     def take(self, window: int) -> BatchesDone | None:
-        """Unreported batches of a lease in this window; None without any."""
+        """Returns the report of finished batches in this window; None without any."""
         times, self._times = self._times, DeliveredTimes()
         if not times.batches:
             return None
@@ -59,5 +59,5 @@ class LeaseReports:
         )
 
     def void(self) -> None:
-        """Returns the remaining batches of the leases."""
+        """Drops the untrained batches of the leases."""
         self._leases.clear()

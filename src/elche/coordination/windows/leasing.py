@@ -1,10 +1,10 @@
-"""Leases of batches to ranks, so that all end an epoch together without waits.
+"""Leases of batches to ranks, so that all end an epoch together. Pure.
 
-A rank holds as many batches as its loader draws ahead and about ``LOOKAHEAD_S`` of
-work more. Towards the end of an epoch a batch is leased only to a rank that ends it
-about when all work ends, or to the one that would end it first. Sums over ranks are
-kept as they change, so a decision costs the same for two ranks and, but for a
-logarithm, for ten thousand. Pure.
+A rank holds as many batches as its loader draws ahead, plus about ``LOOKAHEAD_S`` of
+work. Towards an epoch's end, a batch is leased only to ranks that end it about when
+all work ends, or to the rank that would end it first. Sums over ranks are updated
+incrementally, so a decision costs nearly the same for two ranks and for ten thousand,
+except for a logarithm.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.protocol.instructions import GrantBatches
 
 LOOKAHEAD_S = 0.2
-"""Work beside what its loader draws ahead that a rank holds: so many seconds. A rank
-reports when it has done about half of it: each report costs a system call (0.3 ms where
-those are slow), and each batch that is held when a rank is suddenly slow waits for it.
+"""Work (s) that a rank holds beyond what its loader draws ahead. A rank reports when it
+has done about half of it. Each report costs a system call (up to 0.3 ms), and each held
+batch waits for its rank if that suddenly slows down.
 """
 LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
 STALE_ENTRIES = 4
-"""Most entries per rank that are kept, stale ones included."""
+"""Most heap entries per rank, stale ones included."""
 
 _Entry: TypeAlias = tuple[float, int, int]
-"""A time, a rank, and the version of its pace that it is of."""
+"""Heap entry: a time, a rank, and the version of its `_Pace`."""
 
 
 @dataclass(slots=True)
@@ -46,10 +46,10 @@ class _Pace:
 
 
 class Leasing:
-    """Grants leases of one epoch.
+    """Grants the leases of one epoch.
 
     Attributes:
-        hungry: ranks that were refused batches.
+        hungry: ranks whose requests for batches were refused.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Leasing:
         return work / self._rate if self._is_timed else 0.0
 
     def set_costs(self, batch_s: Mapping[int, float]) -> None:
-        """Takes seconds per batch of each rank; 0.0 where nothing is known yet."""
+        """Sets the time (s) per batch of each rank; 0.0 if unknown."""
         known = [cost for cost in batch_s.values() if cost > 0]
         self._is_timed = bool(known)
         usual = sum(known) / len(known) if known else 0.0
@@ -99,30 +99,30 @@ class Leasing:
         heapq.heapify(self._by_cost)
 
     def add(self, rank: int, horizon_batches: int) -> None:
-        """A new rank, of usual speed until it is measured."""
+        """Adds a rank, of average speed until it is measured."""
         self._paces[rank] = _Pace(horizon_batches, 0.0, 0.0)
         self.set_costs({r: p.batch_s for r, p in self._paces.items()})
 
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """Removes a lost rank."""
         self.hungry.discard(rank)
-        if pace := self._paces.pop(rank, None):  # else it was given no work
+        if pace := self._paces.pop(rank, None):  # else the rank was idle
             self._forget(pace)
             self._rate = sum(1.0 / (p.batch_s or 1.0) for p in self._paces.values())
 
     def trained(self, rank: int, now_s: float) -> None:
-        """A rank has trained on what it reported."""
+        """Updates a rank's position after it reported trained batches."""
         if rank in self._paces:
             self._paces[rank].since_s = now_s
             self._moved(rank)
 
     def returned(self, rank: int) -> None:
-        """A rank's leases went back to the pool."""
+        """Updates a rank's position after its leases returned to the pool."""
         if rank in self._paces:
             self._moved(rank)
 
     def first(self, ranks: Sequence[int], now_s: float) -> list[GrantBatches]:
-        """The first leases of an epoch, dealt out one batch at a time in turn."""
+        """Grants the epoch's first leases, one batch at a time in turn."""
         grants: list[GrantBatches] = []
         waiting = list(ranks)
         while waiting:
@@ -134,7 +134,7 @@ class Leasing:
     def top_up(
         self, rank: int, now_s: float, most: int = MAX_AHEAD
     ) -> list[GrantBatches]:
-        """Leases a rank what it should hold now; it is hungry if that is refused."""
+        """Leases a rank the batches it lacks; marks it hungry if they are refused."""
         if rank not in self._paces:
             self.hungry.add(rank)
             return []
@@ -165,14 +165,14 @@ class Leasing:
         return grants
 
     def feed_first(self, now_s: float) -> list[GrantBatches]:
-        """Leases the next batch to the rank that would end it first, if refused."""
+        """Leases the next batch to the rank that would end it first, if hungry."""
         if not self.hungry or not self._ledger.pooled:
             return []
         earliest = self._earliest(now_s)
         return self.top_up(earliest, now_s) if earliest in self.hungry else []
 
     def _extra(self, pace: _Pace) -> int:
-        """Batches that a rank holds beside what its loader draws ahead."""
+        """Returns the number of batches held beyond what the loader draws ahead."""
         if pace.batch_s <= 0:
             return 1
         lookahead_s = max(LOOKAHEAD_S, LOOKAHEAD_PER_RANK_S * len(self._paces))
@@ -180,15 +180,15 @@ class Leasing:
         return max(1, min(self._most_ahead, ahead))
 
     def _lease_batches(self, rank: int) -> int:
-        """Most batches of a lease: half of what a rank holds.
+        """Returns the most batches of a lease: half of what a rank holds.
 
-        A rank reports a lease when it ends, so it must hold another one by then.
+        A rank reports a lease when it ends, and must then hold another lease.
         """
         pace = self._paces[rank]
         return max(1, (pace.horizon_batches + 1 + self._extra(pace)) // 2)
 
     def _in_time(self, rank: int, now_s: float) -> int:
-        """Number of batches that a rank can still end by about the end of all work."""
+        """Returns how many batches a rank can end by about the end of all work."""
         pace = self._paces[rank]
         batch_s = pace.batch_s or 1.0
         held = self._ledger.leased(rank)
@@ -200,14 +200,14 @@ class Leasing:
         return 1 if fits < 1 and self._earliest(now_s) == rank else fits
 
     def _begun(self, now_s: float) -> float:
-        """Batches' worth of work that is done of batches under way."""
+        """Returns the finished part of the batches under way, in batches."""
         if not self._is_timed:
             return 0.0
         begun = now_s * self._begun_rate - self._begun_at
         return min(float(self._busy), max(0.0, begun))
 
     def _earliest(self, now_s: float) -> int:
-        """The rank that would be the first to end one more batch; -1 without any."""
+        """Returns the rank that would end another batch first; -1 without any."""
         busy, idle = self._top(self._by_end), self._top(self._by_cost)
         if busy is None or idle is None:
             return (busy or idle or (0.0, -1, 0))[1]
@@ -219,7 +219,7 @@ class Leasing:
         return heap[0] if heap else None
 
     def _push(self, heap: list[_Entry], entry: _Entry) -> None:
-        """Adds an entry; those that are out of date go when they are most."""
+        """Pushes an entry; rebuilds the heap when most entries are stale."""
         heapq.heappush(heap, entry)
         if len(heap) > STALE_ENTRIES * (len(self._paces) + STALE_ENTRIES):
             heap[:] = [one for one in heap if self._is_current(one)]
@@ -237,7 +237,7 @@ class Leasing:
             pace.is_busy = False
 
     def _moved(self, rank: int) -> None:
-        """Keeps the sums and the order as a rank's work or speed changes."""
+        """Updates the sums and heaps after a rank's work or speed has changed."""
         pace = self._paces[rank]
         self._forget(pace)
         self._push(*self._place(rank, pace))
@@ -245,7 +245,7 @@ class Leasing:
             self._begun_rate = self._begun_at = 0.0
 
     def _place(self, rank: int, pace: _Pace) -> tuple[list[_Entry], _Entry]:
-        """Adds a rank's work under way to the sums; returns its place in the order."""
+        """Adds a rank's work to the sums; returns its heap and its entry there."""
         pace.version += 1
         batch_s = pace.batch_s or 1.0
         held = self._ledger.leased(rank)
@@ -264,7 +264,7 @@ class Leasing:
 def _joined(
     grants: Sequence[GrantBatches], most: Callable[[int], int]
 ) -> list[GrantBatches]:
-    """Consecutive leases of one rank as one, up to the most batches of a lease."""
+    """Merges consecutive leases of a rank, up to the most batches of a lease."""
     joined: list[GrantBatches] = []
     for grant in grants:
         last = joined[-1] if joined else grant

@@ -1,4 +1,4 @@
-"""Phases of a rank's windows, as `WindowLoop` goes through them. Pure."""
+"""Phases of a rank's windows, and their transitions in `WindowLoop`. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from enum import Enum, auto
 
 
 class WindowPhase(Enum):
-    """Life of the window in hand; the next one is UNOPENED when it is closed.
+    """Phases of the current window; after its close the next window is UNOPENED.
 
     ===============  ============  ========  =========================================
     call             from          to        when
     ===============  ============  ========  =========================================
-    ``OpenWindow``   UNOPENED      OPEN      its plan has come
-    ``CloseWindow``  the others    CLOSING   no more work will come for it
+    ``OpenWindow``   UNOPENED      OPEN      its plan is received
+    ``CloseWindow``  the others    CLOSING   the window gets no more work
     ``CloseWindow``  the others    DRAINING  the epoch ends early
     ``closed()``     the others    UNOPENED  this rank has closed it
     ===============  ============  ========  =========================================
 
-    A `CloseWindow` of a window that this rank has closed itself is ignored; what else
-    is out of turn is refused.
+    A `CloseWindow` for a window that this rank has closed already is ignored; any other
+    call out of turn is refused.
     """
 
     UNOPENED = auto()
@@ -28,7 +28,7 @@ class WindowPhase(Enum):
 
 
 class ResultPhase(Enum):
-    """Progress of the result of the window that was closed last.
+    """Phases of the result of the last closed window.
 
     ===============  ==================  =========  ===================================
     call             from                to         when
@@ -42,7 +42,7 @@ class ResultPhase(Enum):
     ``regrouped()``  PLANNED, IN_FLIGHT  OWED       the reduction is void
     ===============  ==================  =========  ===================================
 
-    ADOPT of an older result, for ranks that have joined, changes nothing here.
+    ADOPT of an older result, for ranks that have joined, changes no phase.
     """
 
     HELD = auto()

@@ -1,4 +1,4 @@
-"""Window lengths: El Che fed with the ranks' reports. Pure."""
+"""Window lengths: feeds El Che with the ranks' reports. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.window_book import Part
 
 WAIT_TOLERANCE = 0.01
-"""Part of a window that ranks may wait for each other without lengthening it."""
+"""Fraction of a window that ranks may wait for each other without lengthening it."""
 PATIENT_BATCHES = 12.0
 """Patience for an overlapped average, in batches of the slowest rank.
 
-The average may arrive until the end of the next window, or this much later if that is
-more. So a rank in a long batch does not delay the others at once.
+The average may arrive until the end of the next window, or by this much later if that
+is more. So one long batch of a rank does not delay the others at once.
 """
 REDUCTIONS_KEPT = 3
-"""Overlapped reductions whose median time counts."""
+"""Number of latest overlapped reductions in the median time."""
 ALIGNED_RANKS = 64
 """Most ranks whose anchor is aligned so that all finish whole batches together."""
 
@@ -36,10 +36,10 @@ class Pace:
     """Length of the next window.
 
     Attributes:
-        wall_s: its length, None while it can only be counted.
-        patience_s: how long the result of the last window may take, None for no time
-            beyond this window's end. As long as the longest window until a reduction
-            has been measured.
+        wall_s: length (s); None while the window is counted in batches.
+        patience_s: time (s) after which a rank blocks on the last result, None for the
+            window's end. Until a reduction has been measured, it is the longest
+            window.
         batches: planned batches per rank.
     """
 
@@ -60,7 +60,7 @@ class Pacing:
         times: RankTimes | None = None,
     ) -> None:
         self._config = config
-        self._counts_samples = times is not None  # which others feed as well
+        self._counts_samples = times is not None  # shared with other policies
         self._times = RankTimes(recent=1) if times is None else times
         self.ranks = list(ranks)
         self._overlapped = overlapped
@@ -87,7 +87,7 @@ class Pacing:
 
     @property
     def must_calibrate(self) -> bool:
-        """True if nothing is known of the ranks' speeds, and it matters."""
+        """True if windows need the ranks' speeds and none is known."""
         el_che = self.el_che
         return el_che.enabled and not (el_che.is_calibrated or el_che.has_speed_hint)
 
@@ -99,12 +99,12 @@ class Pacing:
             self.el_che.set_batch_samples(max(local, default=1))
 
     def batch_s(self) -> dict[int, float]:
-        """Delivered seconds per batch of each rank; 0.0 where not measured."""
+        """Returns each rank's delivered time (s) per batch; 0.0 if not measured."""
         costs = self.el_che.ms_per_batch
         return {r: ms / 1e3 for r, ms in zip(self.ranks, costs, strict=True)}
 
     def change(self, ranks: Sequence[int]) -> None:
-        """The membership has changed."""
+        """Adapts the plan to a new membership."""
         self._pace = None
         for measured in self._kept:
             measured.clear()
@@ -124,18 +124,18 @@ class Pacing:
     ) -> str:
         """Feeds El Che with the delivered times of a closed window.
 
-        What a window costs beside its batches is the reduction, and the wait at its
-        end as far as it is more than whole batches explain. The end of an epoch tells
-        nothing about either, nor does the wait of a rank that is diverged.
+        A window's cost beside its batches is the reduction, plus the wait at its end
+        beyond what whole batches explain. An epoch's last window measures neither. The
+        wait of a diverged rank does not count.
 
         Args:
-            parts: what each rank did in the window.
+            parts: each rank's work in the window.
             last: the reduction before it, if there was one.
-            is_tail: the window is the last of its epoch, or shortened.
+            is_tail: whether the window is the last of its epoch, or shortened.
             idle: ranks that windows are not paced by, whatever they did.
 
         Returns:
-            What changed, in words, or "".
+            The change of the anchor as text, or "".
         """
         self._pace = None
         before, sync_s = self.el_che.anchor, 0.0
@@ -163,24 +163,23 @@ class Pacing:
 
     @property
     def measured_sync_s(self) -> float:
-        """Seconds of a reduction, overlapped or not; 0.0 before any is measured."""
+        """Time (s) of a reduction, overlapped or not; 0.0 before any is measured."""
         taken_s = self._taken_s or self._blocking_s
         return median_low(taken_s) if taken_s else 0.0
 
     @property
     def reduction_s(self) -> float | None:
-        """Duration of an overlapped reduction: the median of the last three.
+        """Time (s) of an overlapped reduction: the median of the last three.
 
-        The smaller one of two, so that a spike says nothing; None before the first.
+        Of two it is the smaller time, so that a spike has no effect; None without any.
         """
         return median_low(self._taken_s) if self._taken_s else None
 
     def took(self, reduction_s: float) -> str:
-        """An overlapped reduction was measured; windows are not to be shorter.
+        """Records a reduction's time, from the last rank's close to the first adoption.
 
-        Nor are they shorter than pays: see `elche.cadence.overlapped`. It lasts from
-        the last rank's end of the window to the first adoption. Returns what changed,
-        in words, or "".
+        Overlapped windows become no shorter than a reduction, and no shorter than pays
+        (see `elche.cadence.overlapped`). Returns the change as text, or "".
         """
         self._taken_s.append(reduction_s)
         return self._make_room()
@@ -204,7 +203,7 @@ class Pacing:
         return f"anchor {before} -> {self.el_che.anchor}: {why}"
 
     def _note_adoption(self, last: Reduction, held_s: float, idle: Set[int]) -> None:
-        """Records the reduction's cost and the fastest rank's delay."""
+        """Records a reduction's cost, and the fastest rank's delay in batches."""
         costs = zip(self.el_che.ms_per_batch, self.ranks, strict=True)
         working = [(ms, rank) for ms, rank in costs if ms > 0.0 and rank not in idle]
         report = last.reports.get(min(working)[1]) if working else None
@@ -213,9 +212,9 @@ class Pacing:
             self._late_batches.append(float(report.adopted_at))
 
     def _best_s(self, taken_s: float) -> float:
-        """The length of overlapped windows that pays best.
+        """Returns the best length (s) of overlapped windows.
 
-        0 before all is known, and where it is no longer than a reduction asks for.
+        0.0 while unknown, and if it is no longer than a reduction needs.
         """
         batch_s = [ms / 1e3 for ms in self.el_che.ms_per_batch if ms > 0.0]
         most = self.el_che.max_anchor
@@ -228,10 +227,10 @@ class Pacing:
         return best * self._slowest_s if best > least else 0.0
 
     def watch(self, reduction: Reduction, batches: int) -> str:
-        """Shows the guard what a reduction found; it acts before El Che may grow.
+        """Passes a reduction's divergences to the guard, before El Che may grow.
 
-        The slowest rank had so many batches in its window. Returns what changed, in
-        words, or "".
+        ``batches`` is the slowest rank's number in the window. Returns the change as
+        text, or "".
         """
         if self._guard is None:
             return ""
@@ -247,9 +246,10 @@ class Pacing:
         return f"anchor {before} -> {self.el_che.anchor}: {verdict.reason}"
 
     def pace(self) -> Pace:
-        """The coming window: by wall time once speeds are known.
+        """Returns the next window's length: in wall time once speeds are known.
 
-        An anchor that the user has not fixed may be stretched to one at which whole
+        Unless the user fixed the anchor, it may grow to one at which whole batches of
+        all ranks end together.
         batches of all ranks end together.
         """
         if self._pace is None:
@@ -257,11 +257,11 @@ class Pacing:
         return self._pace
 
     def last_pace(self, left_s: float) -> Pace | None:
-        """The coming window if it is to last to the end of the epoch; else None.
+        """Returns the next window's pace if it must last to the epoch's end, else None.
 
-        It is where too little would be left after it to hide its own reduction: the end
-        then waits for two, one after the other. Overlapped windows alone; never
-        more batches than the anchor's limit allows. The rest lasts ``left_s``.
+        It must if too little work would follow to hide its own reduction: the end would
+        then wait for two reductions in turn. Only for overlapped windows, and within
+        the anchor's limit. The rest of the epoch lasts ``left_s``.
         """
         pace, taken_s = self.pace(), self.reduction_s
         if not self._overlapped or taken_s is None or pace.wall_s is None:
@@ -273,13 +273,13 @@ class Pacing:
             return None
         stretch = max(1.0, left_s / pace.wall_s)
         batches = {rank: round(n * stretch) for rank, n in pace.batches.items()}
-        # It ends when nothing is left, not by time, which may have been misjudged.
+        # It ends when no work is left, not by time, which may be misjudged.
         wall_s = pace.wall_s + 2.0 * left_s
         return replace(pace, wall_s=wall_s, batches=batches)
 
     @property
     def _slowest_s(self) -> float:
-        """Seconds of a batch of the slowest rank."""
+        """Time (s) of a batch on the slowest rank."""
         return self.el_che.anchor_wall_ms / 1e3 / self.el_che.anchor
 
     def _plan(self) -> Pace:

@@ -1,7 +1,4 @@
-"""Reductions of windows: holders of the result; weights, outer step and state.
-
-Pure.
-"""
+"""Reductions of windows: holders of the result, weights, and outer step. Pure."""
 
 from __future__ import annotations
 
@@ -22,16 +19,16 @@ FEW_WINDOWS = 4
 
 @dataclass(slots=True)
 class Reduction:
-    """One reduction: its plan, what ranks did in the window, and who has its result.
+    """One reduction: its plan, the ranks' work, and which ranks have its result.
 
     Attributes:
-        plan: of all ranks, without their weights.
-        parts: what each rank did.
-        begun_s: when all ranks had closed the window; None where that says nothing
-            about how long it takes.
-        diverged: ranks whose waits are left out of pacing; see `Part`.
-        missing: ranks that have not reported that they hold the result.
-        reports: of the others.
+        plan: the plan for all ranks, without their weights.
+        parts: each rank's work in the window.
+        begun_s: time at which all ranks had closed the window; None if the reduction
+            is not timed by it.
+        diverged: ranks whose waits are excluded from pacing; see `Part`.
+        missing: ranks that have not reported the result yet.
+        reports: reports of the other ranks.
     """
 
     plan: Reduce
@@ -47,10 +44,10 @@ class Reduction:
         self.missing = set(self.parts)
 
     def reduced(self, event: ModelUpdated) -> None:
-        """A rank has the result.
+        """Records that a rank has the result.
 
         Raises:
-            ProtocolError: it is of another window, or was said twice.
+            ProtocolError: the report is of another window, or repeated.
         """
         if event.window != self.plan.window or event.rank not in self.missing:
             raise ProtocolError(
@@ -60,21 +57,21 @@ class Reduction:
         self.reports[event.rank] = event
 
     def again(self, ranks: Iterable[int]) -> None:
-        """All of these shall report once more: the membership has changed."""
+        """Starts another attempt after a membership change; all ranks report again."""
         self.plan = replace(self.plan, attempt=self.plan.attempt + 1)
         self.begun_s = None
         self.missing = set(ranks)
         self.reports.clear()
 
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """Removes a lost rank."""
         self.missing.discard(rank)
         self.reports.pop(rank, None)
 
     def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
-        """Cost (s) on ranks that had work meanwhile, and their mean wait for others.
+        """Returns the cost (s) on busy ranks, and their mean wait for others.
 
-        One that has none waits through the whole of it, which costs nothing.
+        Idle ranks wait through the whole reduction, which costs nothing.
         """
         reports = [self.reports[rank] for rank in busy if rank in self.reports]
         reports = reports or list(self.reports.values())
@@ -84,7 +81,7 @@ class Reduction:
         return max(report.sync_s for report in reports), wait_s
 
     def instructions(self) -> list[Reduce]:
-        """The plan of each rank; those that weigh something weigh the same."""
+        """Returns each rank's plan; ranks with a weight above zero weigh the same."""
         counts = {rank: part.weight > 0 for rank, part in self.parts.items()}
         active = sum(counts.values())
         return [
@@ -114,20 +111,20 @@ class ReductionPlanner:
         window_batches: int,
         **fields: Any,
     ) -> Reduce:
-        """A window's plan without the ranks' weights.
+        """Returns a window's plan, without the ranks' weights.
 
         Args:
-            parts: each rank's work in the window, reported when it closed it.
-            epoch_batches: batches of the epoch.
-            window_batches: batches that El Che plans for a window now.
+            parts: each rank's work in the window, as reported at its close.
+            epoch_batches: number of batches in the epoch.
+            window_batches: number of batches that El Che plans per window now.
             **fields: other fields of the plan.
 
         Raises:
-            MismatchError: ranks have handed over other numbers of schedulers.
+            MismatchError: ranks registered different numbers of schedulers.
         """
         closed = {r: part.closed for r, part in parts.items() if part.closed}
         if not any(part.weight for part in parts.values()):
-            kind = "average"  # nothing to step along: momentum must not move it
+            kind = "average"  # no update to step along: momentum must not move it
         else:
             kind = self._outer_kind(epoch_batches, window_batches)
             self._windows += 1
@@ -149,9 +146,9 @@ class ReductionPlanner:
         )
 
     def _outer_kind(self, epoch_batches: int, window_batches: int) -> str:
-        """Nesterov, unless the run is known to be too short for its momentum.
+        """Returns Nesterov, or a plain average for runs too short for its momentum.
 
-        Decided anew until El Che has settled.
+        Decided again until El Che has settled.
         """
         is_auto = self._config.windows.outer.optimizer == "auto"
         if is_auto and self._windows < SETTLED_WINDOWS:

@@ -1,7 +1,7 @@
-"""Accounts of windows: each rank's work, and the reports still due.
+"""Accounts of windows: each rank's work, and pending reports. Pure.
 
 Under ``cadence`` all ranks are in one window. *Overlapped*, a rank that has closed the
-window being collected is already in the next one, so there are two accounts. Pure.
+window being collected is in the next one already, so there are two accounts.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from elche.errors import ProtocolError, TransitionError
 
 
 class PartPhase(Enum):
-    """Life of one rank's part of a window; any other transition is refused.
+    """Phases of one rank's part of a window; other transitions are refused.
 
     =============  ========  ===================================================
     from           to        when
     =============  ========  ===================================================
     UNOPENED       OPEN      an `OpenWindow` is sent
     OPEN           CLOSING   a `CloseWindow` is sent
-    CLOSING        OPEN      it must be sent again, with ``drain``
-    OPEN, CLOSING  CLOSED    the rank's `WindowClosed` has come
+    CLOSING        OPEN      `CloseWindow` must be sent again, with ``drain``
+    OPEN, CLOSING  CLOSED    the rank's `WindowClosed` is received
     =============  ========  ===================================================
 
-    *Overlapped*, a rank that has closed its window trains in the next one before that
-    is opened.
+    *Overlapped*, a rank that has closed its window trains in the next window before
+    that is opened.
     """
 
     UNOPENED = auto()
@@ -49,11 +49,11 @@ _BEFORE = {
 class Part:
     """One rank's part of one window.
 
-    ``trained`` are its batches, ``samples`` those that weigh. ``permitted`` batches is
-    the most that it has been allowed to run, None without a limit. Where
-    ``is_diverged``, its update is not finite, or the one before was not and it is of
-    one batch: its rank's wait for the others is left out of pacing. Where
-    ``is_drained``, its rank knew that the epoch ends when it began it.
+    ``trained`` are its batch ranges, ``samples`` its samples with a weight.
+    ``permitted`` is the most batches that it may run, None without a limit.
+    ``is_diverged``: its update is not finite, or it is a one-batch window after such an
+    update; pacing ignores its rank's wait. ``is_drained``: its rank knew at its
+    beginning that the epoch ends.
     """
 
     batches: int = 0
@@ -69,11 +69,11 @@ class Part:
 
     @property
     def is_open(self) -> bool:
-        """True if its rank has been sent it, and has not closed it."""
+        """True if it was opened for its rank and is not closed."""
         return self.phase in (PartPhase.OPEN, PartPhase.CLOSING)
 
     def train(self, event: BatchesDone) -> None:
-        """Counts batches that its rank reports."""
+        """Adds batches that its rank reports."""
         self.batches += event.stop - event.start
         self.samples += event.samples
         self.timed += event.timed
@@ -81,10 +81,10 @@ class Part:
         append_range(self.trained, (event.start, event.stop))
 
     def move(self, to: PartPhase) -> None:
-        """Goes to another phase.
+        """Changes the phase.
 
         Raises:
-            TransitionError: it cannot be reached from this one.
+            TransitionError: the phase cannot be reached from the current one.
         """
         if self.phase not in _BEFORE[to]:
             raise TransitionError(
@@ -94,13 +94,13 @@ class Part:
 
     @property
     def weight(self) -> float:
-        """Weight in a mean: as its rank reported it, or its samples."""
+        """Weight in the mean: the one its rank reported, or its samples."""
         said = None if self.closed is None else self.closed.weight
         return float(self.samples) if said is None or not self.samples else said
 
 
 class WindowBook:
-    """Parts of the window being collected, and of the next one where overlapped."""
+    """Parts of the window being collected and, overlapped, of the next window."""
 
     def __init__(self, ranks: Iterable[int], window: int) -> None:
         self.window = window
@@ -119,27 +119,27 @@ class WindowBook:
 
     @property
     def any_closed(self) -> bool:
-        """True if a rank has."""
+        """True if any rank has closed the window being collected."""
         return self._open < len(self.parts)
 
     def window_of(self, rank: int) -> int:
-        """The window that a rank trains in."""
+        """Returns the window that a rank trains in."""
         return self.window + (self.parts[rank].closed is not None)
 
     def part(self, rank: int) -> Part:
-        """A rank's part of the window that it trains in."""
+        """Returns a rank's part of the window that it trains in."""
         part = self.parts[rank]
         return part if part.closed is None else self.ahead[rank]
 
     def batches_since(self, rank: int) -> int:
-        """Batches of a rank since the last synchronisation that was begun."""
+        """Returns a rank's batches since the last synchronisation began."""
         return self.parts[rank].batches + self.ahead[rank].batches
 
     def trained(self, event: BatchesDone) -> None:
-        """Counts batches that a rank reports.
+        """Adds batches that a rank reports.
 
         Raises:
-            ProtocolError: the window is not the one it is in.
+            ProtocolError: the rank is in another window.
         """
         if event.window != self.window_of(event.rank):
             raise ProtocolError(
@@ -149,10 +149,10 @@ class WindowBook:
         self.part(event.rank).train(event)
 
     def close(self, event: WindowClosed) -> None:
-        """Takes a rank's end of the window being collected.
+        """Records that a rank has closed the window being collected.
 
         Raises:
-            ProtocolError: it is not in that window, or weighs what cannot be.
+            ProtocolError: the rank is not in that window, or its weight is invalid.
         """
         part = self.parts.get(event.rank)
         if part is None or not part.is_open or event.window != self.window:
@@ -177,16 +177,16 @@ class WindowBook:
                 part.move(PartPhase.OPEN)
 
     def advance(self) -> None:
-        """Begins to collect the next window."""
+        """Starts collecting the next window."""
         self._begin()
         self.window += 1
 
     def unopened(self) -> list[int]:
-        """Ranks that have not been sent the window being collected."""
+        """Returns ranks for which the window being collected is not opened yet."""
         return [r for r, p in self.parts.items() if p.phase is PartPhase.UNOPENED]
 
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """Removes a lost rank."""
         part = self.parts.pop(rank)
         self.ahead.pop(rank)
         self._open -= part.closed is None
@@ -195,9 +195,9 @@ class WindowBook:
 class Throttle:
     """Counts batches since the last synchronisation and limits each rank's lead.
 
-    A rank may run ``max_batch_diff`` batches more than the slowest one has (one, if
-    that is 0: then all run in lockstep), until the next synchronisation: also when the
-    slowest has ended its window.
+    Until the next synchronisation a rank may run at most ``max_batch_diff`` batches
+    more than the slowest rank (one if it is 0, which is lockstep). That also holds when
+    the slowest rank has ended its window.
 
     Args:
         max_batch_diff: the largest lead; None sets no limit.
@@ -217,18 +217,18 @@ class Throttle:
 
     @property
     def is_final(self) -> bool:
-        """True if the limit can rise no more: the slowest have all stopped."""
+        """True if the limit cannot rise, since the slowest ranks have stopped."""
         if self._lead is None or not self._done:
             return False
         late = (r for r, batches in self._done.items() if batches == self._slowest)
         return self._stopped.issuperset(late)
 
     def holds(self, batches: int) -> bool:
-        """True if a rank that has run so many waits in vain for the slowest."""
+        """True if a rank that has run ``batches`` would wait in vain."""
         return self.limit is not None and batches >= self.limit and self.is_final
 
     def done(self, rank: int, batches: int) -> bool:
-        """A rank has run so many; True if the limit has risen."""
+        """Records a rank's batches; returns True if the limit has risen."""
         if self._lead is None or rank in self._stopped:
             return False
         before, self._done[rank] = self._slowest, batches
@@ -236,20 +236,20 @@ class Throttle:
         return self._slowest > before
 
     def stop(self, rank: int) -> None:
-        """A rank runs no more batches until the next one."""
+        """Records that a rank runs no more batches until the next synchronisation."""
         self._stopped.add(rank)
 
     def remove(self, rank: int) -> None:
-        """A rank is gone."""
+        """Removes a lost rank."""
         self._done.pop(rank, None)
         self._slowest = min(self._done.values(), default=self._slowest)
 
 
 def check_claim(event: BatchesDone, samples: int) -> None:
-    """Refuses wrong sample counts, and times that are negative or not finite.
+    """Rejects wrong sample counts, and times that are negative or not finite.
 
     Raises:
-        ProtocolError: the rank cannot have done that, as its batches hold ``samples``.
+        ProtocolError: the claim is impossible; the batches hold ``samples``.
     """
     if event.samples != samples:
         raise ProtocolError(

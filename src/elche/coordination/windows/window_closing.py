@@ -1,11 +1,11 @@
-"""Evaluation of closed windows: updates discarded, reduced, redone.
+"""Evaluation of closed windows: discards, reduces and repeats updates. Pure.
 
-An update that is not finite (NaN or Inf) has no weight: its batches are done and
-*discarded*, and are not trained on again. Its rank goes back to the common parameters
-and is *diverged* until it brings a finite update; meanwhile its windows have one batch,
-but where a plan gives their batches. A second such update in a row ends the run and
-names the rank, unless `WindowConfig.non_finite` is "leave_out". Nothing can be left out
-where the common parameters are not finite: that ends every run. Pure.
+An update that is not finite (NaN or Inf) has no weight. Its batches are *discarded*:
+they count as done and are not trained on again. Its rank returns to the common
+parameters and is *diverged* until it sends a finite update. Meanwhile its windows have
+one batch, except under a plan. A second such update in a row ends the run with an error
+that names the rank, unless `WindowConfig.non_finite` is "leave_out". If the common
+parameters are not finite, no update can be excluded, and the run always ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from elche.errors import NonFiniteError
 
 
 def judge_update(state: WindowState, closed: WindowClosed) -> None:
-    """A rank has closed its window: discards an update that is not finite.
+    """Evaluates a closed window: discards an update that is not finite.
 
-    A rank whose update has not moved stays diverged: its gradients wait for a step, of
-    which nothing is known yet.
+    A rank without any update stays diverged: its gradients wait for a step, so nothing
+    is known of them yet.
 
     Raises:
-        NonFiniteError: it is the second in a row, and the run is to stop then.
+        NonFiniteError: the update is the second in a row, under ``non_finite="stop"``.
     """
     rank, window = closed.rank, closed.window
     part, was_diverged = state.book.parts[rank], rank in state.diverged
@@ -60,10 +60,10 @@ def judge_update(state: WindowState, closed: WindowClosed) -> None:
 
 
 def refuse_lost(state: WindowState, running: Reduction, event: ModelUpdated) -> None:
-    """Ends a run whose common parameters contain NaN or Inf: every update would, too.
+    """Ends a run whose common parameters contain NaN or Inf, as all updates would.
 
     Raises:
-        NonFiniteError: they do on this rank.
+        NonFiniteError: this rank's parameters are not finite.
     """
     if math.isfinite(event.parameter_norm):
         return
@@ -82,7 +82,7 @@ def refuse_lost(state: WindowState, running: Reduction, event: ModelUpdated) -> 
 def begin_reduction(
     state: WindowState, planner: ReductionPlanner, now_s: float
 ) -> Sequence[Instruction]:
-    """Plans the reduction with what the ranks really did."""
+    """Plans the reduction from the ranks' actual work."""
     parts = state.book.parts
     counts = zip(state.pacing.ranks, state.pacing.el_che.batch_counts, strict=True)
     batches = sum(count for rank, count in counts if rank not in state.idle)
@@ -103,10 +103,10 @@ def begin_reduction(
 def resume_reduction(
     state: WindowState, reduced: Mapping[int, int]
 ) -> Sequence[Instruction]:
-    """All members are in the new group: a reduction under way is taken over or redone.
+    """Continues or repeats a reduction after all members have formed the new group.
 
-    If one of them holds the result of the window that was being reduced, all adopt it,
-    with the part of those who are gone. If none does, it is redone without them.
+    If any member holds the result of the window being reduced, all adopt it, including
+    the lost ranks' part. If none does, it is repeated without the lost ranks.
     """
     state.is_paused = False
     running = state.running

@@ -1,10 +1,10 @@
 """A rank's decisions in an epoch of windows, as a state machine without effects.
 
 The worker's shell and the simulator run this same code. They pass in instructions and
-the time, ask for the next action, execute it and report its completion. Under
-``cadence`` a rank that has closed its window waits for the reduction; *overlapped*
-(``async``) it trains on, adopts the result at a batch boundary as soon as it is there,
-and waits only if the reduction outlasts a whole window. Pure.
+the time, request the next action, execute it and report its completion. Under
+``cadence`` a rank that has closed its window waits for the reduction. *Overlapped*
+(``async``) it trains on and adopts the result at the next batch boundary. It waits only
+if the reduction outlasts a whole window. Pure.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class Do(Enum):
     """Kinds of action."""
 
     TRAIN = auto()
-    """Train on the next leased batch; then `WindowLoop.trained`."""
+    """Train on the next leased batch; then call `WindowLoop.trained`."""
     WAIT = auto()
-    """Sleep until an instruction comes, at most ``timeout_s``."""
+    """Wait for an instruction, at most ``timeout_s``."""
     CLOSE = auto()
-    """Send `WindowClosed`; then `closed`.
+    """Send `WindowClosed`; then call `closed`.
 
-    Overlapped, keep what is to be reduced, and if this rank has trained, begin.
+    Overlapped: copy what is to be reduced, and begin if this rank has trained.
     """
     REDUCE = auto()
-    """Reduce now, waiting; then `reduced`."""
+    """Run the blocking reduction; then call `reduced`."""
     BEGIN = auto()
-    """The overlapped reduction's plan is there: begin what has not; then `begun`."""
+    """Begin the overlapped reduction unless it has begun; then call `begun`."""
     FINISH = auto()
-    """Adopt the overlapped reduction, waiting if it is not done; then `reduced`."""
+    """Wait for the overlapped reduction and adopt it; then call `reduced`."""
     REGROUP = auto()
-    """Form the group of the new generation; then `regrouped`."""
+    """Form the group of the new generation; then call `regrouped`."""
     ADOPT = auto()
-    """Take the common model from another rank; then `reduced`."""
+    """Copy the common model from another rank; then call `reduced`."""
     STOP = auto()
     """The epoch has ended."""
 
@@ -59,10 +59,10 @@ class Action:
     """Next action of the loop.
 
     Attributes:
-        do: the kind.
-        instruction: what it carries out, if it comes from an instruction.
-        timeout_s: of a wait; None waits for an instruction, however long it takes.
-        why: what a wait waits for, in words.
+        do: kind of the action.
+        instruction: instruction that it executes, if any.
+        timeout_s: longest wait (s); None waits for an instruction without limit.
+        why: description of what a wait is for.
     """
 
     do: Do
@@ -94,15 +94,15 @@ STOP = Action(Do.STOP)
 class WindowLoop:
     """One rank's windows in one epoch; their phases: `WindowPhase`, `ResultPhase`.
 
-    While the result of its last window is awaited, a rank trains on under ``async``,
-    unless it is *diverged* (its last update was not finite), and waits under
-    ``cadence``. While a graph is *live* (a backward pass is still to come) nothing is
-    done that changes parameters, for three windows of batches at most.
+    A rank that awaits its last window's result waits under ``cadence``. Under ``async``
+    it trains on, unless it is *diverged* (its last update was not finite). While a
+    graph is *live* (a backward pass is still to come), no action changes parameters,
+    for at most three windows of batches.
 
     Args:
-        batch_cost: this rank's delivered seconds per batch; kept across epochs.
-        overlapped: train on while a window is reduced.
-        reduced: the last window whose result this rank holds.
+        batch_cost: this rank's delivered time per batch; kept across epochs.
+        overlapped: train while a window is reduced.
+        reduced: last window whose result this rank holds.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class WindowLoop:
 
     @property
     def progress_samples(self) -> float:
-        """Samples of the run before this window, plus planned ones so far."""
+        """Samples of the run before this window, plus planned samples so far."""
         plan = self._plan
         if plan is None:
             return 0.0
@@ -144,7 +144,7 @@ class WindowLoop:
 
     @property
     def is_throttled(self) -> bool:
-        """True if others wait for word of every batch."""
+        """True if other ranks wait for a report of every batch."""
         return self._permit is not None
 
     @property
@@ -162,24 +162,24 @@ class WindowLoop:
 
     @property
     def begins_at_close(self) -> bool:
-        """True if this rank, ending its window now, begins to reduce before the plan.
+        """True if this rank begins to reduce at its close, before the plan arrives.
 
-        It has trained, so there is a reduction. A planned window ends by count, and
-        then a slow rank may come so late that a collective's own deadline would pass.
+        It has trained, so a reduction will follow. Planned windows are excluded: they
+        end by count, and a slow rank may exceed a collective's own deadline.
         """
         return self._overlapped and self.batches > 0 and not self._is_planned
 
     @property
     def in_flight(self) -> Reduce | None:
-        """The overlapped reduction under way; in a group that is left it is void."""
+        """The overlapped reduction under way; None if a new group voids it."""
         is_begun = self._result is ResultPhase.IN_FLIGHT and self._regroup is None
         return self._reduce if is_begun else None
 
     def handle(self, instruction: Instruction, now_s: float) -> None:
-        """Takes an instruction of the epoch.
+        """Handles an instruction of the epoch.
 
         Raises:
-            ProtocolError: it is none, or out of turn.
+            ProtocolError: the instruction is unexpected here.
         """
         match instruction:
             case OpenWindow():
@@ -210,13 +210,13 @@ class WindowLoop:
         is_reduced: bool = False,
         is_live: bool = False,
     ) -> Action:
-        """The next action.
+        """Returns the next action.
 
         Args:
-            now_s: the time.
-            has_work: a leased batch is loaded or being loaded.
-            is_reduced: the overlapped reduction's result is there.
-            is_live: a changed parameter would break a backward pass still to come.
+            now_s: current time.
+            has_work: whether a leased batch is loaded or being loaded.
+            is_reduced: whether the overlapped reduction is done.
+            is_live: whether changed parameters would break a backward pass to come.
         """
         self._looked_s = now_s
         action = self._next(now_s, has_work, is_reduced)
@@ -251,7 +251,7 @@ class WindowLoop:
         return self._linger(now_s, LEASE) or self._hold(now_s, LEASE)
 
     def _may_hold(self, action: Action) -> bool:
-        """True if a batch may be trained on instead; a plan's counts are kept."""
+        """True if a batch may be trained instead; planned counts are kept."""
         if self._plan is None or self._is_planned or self._is_diverged:
             return False
         moves_model = action.do is (Do.FINISH if self._overlapped else Do.CLOSE)
@@ -259,14 +259,14 @@ class WindowLoop:
         return moves_model and self._held_batches < limit
 
     def trained(self, busy_s: float | None) -> None:
-        """A batch is done; ``busy_s`` is its delivered time, None if not timed."""
+        """Counts a batch; ``busy_s`` is its delivered time (s), None if untimed."""
         self.batches += 1
         self._held_batches += self._is_held_back
         if busy_s is not None:
             self._batch_cost.observe(1, busy_s)
 
     def closed(self, now_s: float, *, is_finite: bool = True) -> None:
-        """The window's end has been reported, with finite parameters or not."""
+        """Records that this rank has closed its window."""
         if not self._is_open or self._owes:
             raise ProtocolError(
                 f"window {self.window} is closed while {self._in_hand.name}, the last "
@@ -275,13 +275,13 @@ class WindowLoop:
         self._is_diverged = self._overlapped and not is_finite
         self._in_hand, self._result = WindowPhase.UNOPENED, ResultPhase.OWED
         if self._permit is not None:
-            self._permit = 0  # until the next window's plan says how far it goes
+            self._permit = 0  # until the next window's plan sets the limit
         self.window += 1
         self.batches = 0
         self._opened_s = now_s
 
     def begun(self) -> None:
-        """The overlapped reduction is under way."""
+        """Records that the overlapped reduction is under way."""
         if self._result is not ResultPhase.PLANNED:
             raise ProtocolError(f"a reduction begins while it is {self._result.name}")
         self._result = ResultPhase.IN_FLIGHT
@@ -292,13 +292,13 @@ class WindowLoop:
         assert done is not None
         self.reduced_window = max(self.reduced_window, done.window)
         self._adopt = self._reduce = None
-        if done.window == self.window - 1:  # else another was closed since
+        if done.window == self.window - 1:  # else a later window was closed
             self._result, self._is_diverged = ResultPhase.HELD, False
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s
 
     def regrouped(self) -> Regroup:
-        """The new group stands; a reduction of the old one is void."""
+        """Records that the new group is formed; the old reduction is void."""
         assert self._regroup is not None
         done, self._regroup = self._regroup, None
         self._reduce = self._adopt = None
@@ -314,7 +314,7 @@ class WindowLoop:
             )
         self._reduce, self._result = plan, ResultPhase.PLANNED
         if self._overlapped:
-            # All have ended the last window, since this rank last looked.
+            # All ranks have closed the last window, since this rank last checked.
             self._opened_s = max(self._opened_s, self._looked_s)
 
     def _open(self, plan: OpenWindow, now_s: float) -> None:
@@ -328,7 +328,7 @@ class WindowLoop:
             self._result = ResultPhase.HELD
 
     def _urgent(self, is_reduced: bool) -> Action | None:
-        """Action that precedes any training, or None."""
+        """Returns an action that precedes any training, or None."""
         if self._regroup is not None:
             return Action(Do.REGROUP, self._regroup)
         if self._adopt is not None:
@@ -342,7 +342,7 @@ class WindowLoop:
             if self.in_flight is not None and is_reduced:
                 return Action(Do.FINISH, self._reduce)
         elif self._owes and self._is_open:
-            is_void = self._in_hand is WindowPhase.DRAINING  # what is left of the plan
+            is_void = self._in_hand is WindowPhase.DRAINING  # the rest of the plan
             if is_void or self.batches >= at:
                 return self._finish_or_wait("the reduction of the last window")
         return None
@@ -353,7 +353,7 @@ class WindowLoop:
         return self._result is not ResultPhase.HELD
 
     def _finish_or_wait(self, why: str, timeout_s: float | None = None) -> Action:
-        """A rank with nothing else to do finishes the reduction."""
+        """Returns an action to finish the reduction, or to wait for it."""
         if self.in_flight is not None:
             return Action(Do.FINISH, self._reduce)
         return Action(Do.WAIT, timeout_s=timeout_s, why=why)
@@ -365,17 +365,17 @@ class WindowLoop:
         return lingers or self._finish_or_wait(CLOSED)
 
     def _linger(self, now_s: float, why: str) -> Action | None:
-        """Whoever has no work for a moment does not begin to wait for a slow link.
+        """Returns a short wait for work, instead of blocking on a slow link.
 
-        The word that a window is open, or a lease, is mostly on its way; adopting waits
-        until the reduction is there. None if there is nothing to look for, or no more.
+        A new window or a lease has mostly been sent already, while adopting blocks
+        until the reduction is done. None if neither can come, or after `LINGER_S`.
         """
         if self.in_flight is None or self._is_planned or self.end is not None:
             return None
         return self._look_again(now_s, why)
 
     def _look_again(self, now_s: float, why: str) -> Action | None:
-        """A short wait; None if it has been long enough."""
+        """Returns a short wait; None after `LINGER_S` in total."""
         if self._idle_s is None:
             self._idle_s = now_s
         waited_s = now_s - self._idle_s
@@ -385,7 +385,7 @@ class WindowLoop:
         return Action(Do.WAIT, timeout_s=look_s, why=why)
 
     def _end_of_window(self, now_s: float, has_work: bool) -> Action:
-        """Closes, once the last result is adopted; trains on a while for that."""
+        """Closes once the last result is adopted; trains a while until then."""
         if not self._owes:
             return CLOSE if self._is_open else self._wait_closed(now_s)
         if not has_work or self._must_close() or self._is_late(now_s):
@@ -395,7 +395,7 @@ class WindowLoop:
         return TRAIN
 
     def _is_late(self, now_s: float) -> bool:
-        """True if the last reduction has outlasted what it may."""
+        """True if the last reduction has exceeded its patience."""
         patience_s = self._plan.patience_s if self._plan is not None else None
         return patience_s is None or now_s - self._opened_s >= patience_s
 
@@ -408,7 +408,7 @@ class WindowLoop:
         plan = self._plan
         if plan is None:
             return False
-        if not self._is_open:  # overlapped, before the next window's plan has come
+        if not self._is_open:  # overlapped, before the next window's plan
             is_planned = plan.adopt_at is not None or plan.wall_s is None
             return is_planned or now_s - self._opened_s >= (plan.wall_s or 0.0)
         if plan.max_batches is not None and self.batches >= plan.max_batches:
@@ -420,7 +420,7 @@ class WindowLoop:
         )
 
     def _hold(self, now_s: float, why: str) -> Action:
-        """Nothing to do in this window: until a message, or until it ends."""
+        """Waits for a message or the end of this window, without work."""
         wall_s = self._plan.wall_s if self._plan is not None else None
         if not self._is_open or wall_s is None:
             return self._finish_or_wait(why)

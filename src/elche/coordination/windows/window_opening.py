@@ -1,4 +1,4 @@
-"""Work for ranks: open windows, leases, notifications to idle ranks. Pure."""
+"""Work for ranks: windows, leases, and closing of idle ranks' windows. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from elche.coordination.windows.window_book import PartPhase
 from elche.coordination.windows.window_state import WindowState
 
 CALIBRATION_BATCHES = 32
-"""Most batches of a rank in the window in which speeds are measured."""
+"""Most batches of a rank in the window that measures speeds."""
 
 
 def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
-    """Opens for each of these ranks the window that it comes to."""
+    """Opens the next window for each of these ranks."""
     told = grant_planned(state) if ranks else []
     return [*told, *(_open(state, rank) for rank in ranks)]
 
 
 def next_window(state: WindowState, now_s: float) -> list[Instruction]:
-    """Opens the window for ranks without one, with leases for those that lack any."""
+    """Opens the window for ranks without one, and leases batches to hungry ranks."""
     state.leasing.set_costs(state.pacing.batch_s())
     told = open_windows(state, state.book.unopened())
     told += permits(state)
@@ -34,7 +34,7 @@ def next_window(state: WindowState, now_s: float) -> list[Instruction]:
 
 
 def permits(state: WindowState) -> list[Instruction]:
-    """New limits of each rank, after the slowest has progressed."""
+    """Returns each rank's new limit after the slowest rank has progressed."""
     told: list[Instruction] = []
     for rank in state.members:
         part, batches = state.book.part(rank), _permit(state, rank)
@@ -48,7 +48,7 @@ def permits(state: WindowState) -> list[Instruction]:
 
 
 def lease(state: WindowState, ranks: Sequence[int], now_s: float) -> list[Instruction]:
-    """Tops up these ranks; sends CloseWindow to those that get nothing more."""
+    """Tops up these ranks; sends CloseWindow to ranks that get no more work."""
     if state.life.is_draining or state.plans is not None:
         return grant_planned(state) + close_idle(state, ranks)
     had = state.ledger.pooled
@@ -61,7 +61,7 @@ def lease(state: WindowState, ranks: Sequence[int], now_s: float) -> list[Instru
 
 
 def grant_planned(state: WindowState) -> list[Instruction]:
-    """Leases planned batches, two windows ahead and past every loader's horizon."""
+    """Leases planned batches, two windows ahead and beyond every loader's horizon."""
     granted: list[Instruction] = []
     if state.plans is None or state.life.is_draining:
         return granted
@@ -86,7 +86,7 @@ def grant_planned(state: WindowState) -> list[Instruction]:
 def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     """Closes the windows of ranks without further work in them."""
     told = _tell_idle(state, ranks)
-    if told and state.throttle.is_final:  # no rank is left that those it held wait for
+    if told and state.throttle.is_final:  # ranks held by it would wait in vain
         told += _tell_idle(state, state.members)
     return told
 
@@ -102,7 +102,7 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
         is_idle = starved and not state.ledger.leased(rank)
         plan = state.planned(state.book.window_of(rank))
         if plan is not None and part.batches < plan.batches(rank):
-            is_idle = False  # the plan has more for it
+            is_idle = False  # the plan has more work for this rank
         is_held = state.throttle.holds(state.book.batches_since(rank))
         if state.life.is_draining or is_idle or is_held:
             state.throttle.stop(rank)
@@ -121,10 +121,10 @@ def _close_window(state: WindowState, rank: int) -> CloseWindow:
 
 
 def calibrate(state: WindowState, rank: int) -> list[Instruction]:
-    """A rank's speed is known, or will not be: when that is true of all, go by it.
+    """Ends a rank's calibration; after the last rank closes the calibration window.
 
-    The first window of a run has no length. It ends when every rank has been measured,
-    so that no rank waits for the slowest one to run a whole anchor of batches.
+    A run's first window has no length. It ends when every rank has been measured, so
+    that no rank waits for the slowest rank to run a whole anchor of batches.
     """
     was_awaited = rank in state.uncalibrated
     state.uncalibrated.discard(rank)
@@ -164,7 +164,7 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
 
 
 def _permit(state: WindowState, rank: int) -> int | None:
-    """Batches that a rank may run in the window it is in; None without a limit."""
+    """Returns a rank's most batches in its current window; None without a limit."""
     limit = state.throttle.limit
     if limit is None:
         return None

@@ -1,11 +1,11 @@
 """``cadence`` and ``async``: windows, and their reductions.
 
-A window opens for every rank with a length; each closes it at the batch boundary
-nearest to the deadline. When all have, the reduction is planned with what they really
-did, and the window is committed when all hold its result. Under ``async`` ranks go on
-meanwhile: a rank that has closed trains for its next window, whose length counts from
-when all have, so that all end it together; and it closes only after the last result is
-adopted, so at most one reduction is under way. Pure.
+A window opens for every rank with a length; each rank closes it at the batch boundary
+nearest to the deadline. When all have closed it, the reduction is planned from their
+actual work. The window is committed when all ranks hold its result. Under ``async``
+ranks train on meanwhile: a rank that has closed trains for its next window. The length
+of that window counts from the last close, so that all end it together. It closes only
+after the last result is adopted, so at most one reduction is under way. Pure.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from elche.errors import ProtocolError
 
 
 class WindowPolicy(Policy):
-    """Windows and reductions of one run.
+    """Policy of windows and their reductions.
 
     Args:
         config: the run's settings.
         members: all ranks, in order.
-        epochs: epochs of the run if known; decides whether outer momentum pays.
-        idle: ranks that are given no work: they cost more than they bring.
-        first_window: number of the first window; ranks know what they hold by it.
-        cut_for: how it cuts global batches into the local ones that ranks train on,
-            by the ranks that are in the run; None: not at all.
-        times: of the ranks, to go on with and to feed.
-        progress_samples: samples that the run trained on under another policy.
+        epochs: number of epochs if known; decides whether outer momentum pays.
+        idle: ranks that get no work, since they cost more time than they save.
+        first_window: number of the first window; results are identified by it.
+        cut_for: returns the cut of global batches into local ones for the ranks in the
+            run; None: no cut.
+        times: measured times of the ranks, read and updated; None starts anew.
+        progress_samples: samples that the run trained under another policy.
 
     Attributes:
-        state: of the epoch.
+        state: state of the epoch.
     """
 
     def __init__(
@@ -86,19 +86,19 @@ class WindowPolicy(Policy):
 
     @property
     def cut(self) -> BatchCut:  # type: ignore[override]
-        """Cut of the next epoch, or part of one."""
+        """Cut of the next epoch, or of the next part of one."""
         make = self._cut_for
         return WHOLE_BATCHES if make is None else make(self.state.members)
 
     @property
     def is_outdated(self) -> bool:
-        """True if the epoch's batches were cut for other ranks than are there now."""
+        """True if batches were cut for other ranks than the present ones."""
         state = self.state
         return state.mean_over != state.parts_of(state.ledger.sizes.cut_by(self.cut))
 
     @property
     def first_window(self) -> int:
-        """The number of the next window."""
+        """Number of the next window."""
         return self.state.book.window
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
@@ -113,7 +113,7 @@ class WindowPolicy(Policy):
         return self._outcome(told, close_idle(state, ranks))
 
     def handle(self, event: Event, now_s: float) -> Outcome:
-        """Takes an event of the epoch under way."""
+        """Handles an event of the epoch under way."""
         match event:
             case BatchesDone():
                 return self._outcome(self._batches_done(event, now_s))
@@ -131,7 +131,7 @@ class WindowPolicy(Policy):
         )
 
     def check(self) -> None:
-        """Asserts the ledger's invariants and the window's."""
+        """Asserts the invariants of the ledger and the window."""
         state = self.state
         state.ledger.check()
         assert state.totals.samples == state.ledger.used_samples
@@ -144,12 +144,12 @@ class WindowPolicy(Policy):
 
     @property
     def totals(self) -> EpochTotals:
-        """Totals of the ranks in the current epoch, or the last one."""
+        """Totals of the current epoch, or the last one."""
         return self.state.totals
 
     @property
     def positions_left(self) -> Runs:
-        """Untrained positions of an epoch that was cut or left."""
+        """Untrained positions of an epoch that was cut or left early."""
         return self.state.ledger.positions_left()
 
     def has_left(self, rank: int) -> bool:
@@ -157,7 +157,7 @@ class WindowPolicy(Policy):
         return rank in self.state.life.left
 
     def waiting_for(self) -> str:
-        """Ranks that have not closed, or not reduced, the window."""
+        """Names the ranks that have not closed, or not reduced, the window."""
         state = self.state
         if state.is_paused:
             return "the ranks that stay to form their new group"
@@ -168,15 +168,15 @@ class WindowPolicy(Policy):
         return f"ranks {late[:8]} to end window {window} of epoch {state.epoch}"
 
     def remove(self, rank: int) -> None:
-        """A rank is gone; nothing is begun until :meth:`regrouped`."""
+        """Removes a lost rank; starts nothing until :meth:`regrouped`."""
         self.state.remove(rank)
 
     def add(self, member: Member, *, is_idle: bool = False) -> None:
-        """A rank joins, before an epoch or the rest of one begins."""
+        """Adds a rank before an epoch, or the rest of one, begins."""
         self.state.add(member, is_idle=is_idle)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """All members have formed their group; ``reduced`` is each one's result."""
+        """Resumes after all members have formed their group with these results."""
         state = self.state
         told = [*resume_reduction(state, reduced)]
         if state.may_end_window:
@@ -184,7 +184,7 @@ class WindowPolicy(Policy):
         if state.life.is_final and state.has_work:
             state.life.go_on()
             told += next_window(state, now_s)
-        told += permits(state)  # the slowest rank may be gone
+        told += permits(state)  # the slowest rank may be lost
         return self._outcome(told, lease(state, sorted(state.leasing.hungry), now_s))
 
     def _outcome(
@@ -252,7 +252,7 @@ class WindowPolicy(Policy):
             for parts in (state.book.parts, state.book.ahead)
         )
         is_last = not state.has_work and not ahead
-        # A planned window is left when its result is adopted, in the next one.
+        # A planned window's result is adopted in the next window.
         follows = state.is_overlapped and state.plans is not None and touched
         if is_last and not follows:
             state.life.end()
@@ -276,7 +276,7 @@ class WindowPolicy(Policy):
         return self._outcome(told)
 
     def _reduced(self, event: ModelUpdated, now_s: float) -> Outcome:
-        """A rank has the result; when all have, the window is committed."""
+        """Records that a rank has the result; commits the window after the last."""
         state, running = self.state, self.state.running
         if running is None:
             raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
@@ -302,7 +302,7 @@ class WindowPolicy(Policy):
         return self._commit(now_s)
 
     def _commit(self, now_s: float) -> Outcome:
-        """All ranks hold the result: what waited for that."""
+        """Commits a window whose result all ranks hold, and continues."""
         state, done = self.state, self.state.commit()
         sync_s, reader = (
             max(r.sync_s for r in done.reports.values()),
@@ -317,12 +317,12 @@ class WindowPolicy(Policy):
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.life.is_final:
             return self._end_epoch(told, now_s)
-        if state.may_end_window:  # closed before a result was taken over
+        if state.may_end_window:  # closed before the result was adopted
             return self._end_window(told, now_s)
         return self._outcome(told)
 
     def _leave(self, event: EpochLeft) -> list[Instruction]:
-        """A loop left early: the epoch ends for all, with a draining commit."""
+        """Handles a loop's early exit: the epoch ends for all with a last commit."""
         state = self.state
         if event.epoch != state.epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
@@ -336,7 +336,7 @@ class WindowPolicy(Policy):
         return self._drain()
 
     def _drain(self) -> list[Instruction]:
-        """Nothing is leased any more: all close their windows."""
+        """Stops leasing, so that all ranks close their windows."""
         self.state.book.tell_again()
         return close_idle(self.state, self.state.members)
 

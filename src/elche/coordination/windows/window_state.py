@@ -23,22 +23,21 @@ from elche.errors import TransitionError
 
 @dataclass(slots=True)
 class EpochLife:
-    """Phase of an epoch of windows; any other transition is refused.
+    """Phase of an epoch of windows; other transitions are refused.
 
     =========  =============  =======================================================
     call       from           when
     =========  =============  =======================================================
-    ``leave``  not final      a rank's loop has broken off: the epoch drains
-    ``cut``    any            the epoch is to pause, unless it ends: it drains
+    ``leave``  not final      a rank's loop has left early: the epoch drains
+    ``cut``    any            the epoch must pause, unless it ends: it drains
     ``end``    not final      a window has ended, and no work is left
-    ``go_on``  final          there is work again: of a rank that was lost in the last
-                              reduction
+    ``go_on``  final          a rank lost in the last reduction has left work
     =========  =============  =======================================================
 
     Attributes:
-        is_draining: nothing is leased any more, and the epoch ends early.
-        is_final: the last window has ended.
-        left: ranks whose loops have broken off.
+        is_draining: no batches are leased any more, and the epoch ends early.
+        is_final: whether the last window has ended.
+        left: ranks whose loops have left early.
     """
 
     is_draining: bool = False
@@ -46,17 +45,17 @@ class EpochLife:
     left: set[int] = field(default_factory=set)
 
     def leave(self, rank: int) -> None:
-        """A rank's loop has broken off."""
+        """Records that a rank's loop has left early."""
         self._refuse(self.is_final, f"rank {rank} cannot leave its loop")
         self.is_draining = True
         self.left.add(rank)
 
     def cut(self) -> None:
-        """The epoch is to pause; one that ends anyway does so as before."""
+        """Drains the epoch for a pause, unless it is ending anyway."""
         self.is_draining |= not self.is_final
 
     def end(self) -> None:
-        """The last window has ended."""
+        """Records that the last window has ended."""
         self._refuse(self.is_final, "a window cannot be the last one")
         self.is_final = True
 
@@ -72,12 +71,12 @@ class EpochLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """One window.
+    """Plan of one window.
 
     Attributes:
-        parts: batches by rank, of which a rank may have none.
-        committed_samples: what a scheduler follows, as `OpenWindow` has it.
-        planned_samples: likewise.
+        parts: range of batches by rank; may be empty.
+        committed_samples: as in `OpenWindow`.
+        planned_samples: as in `OpenWindow`.
     """
 
     parts: dict[int, Range]
@@ -85,7 +84,7 @@ class WindowPlan:
     planned_samples: int
 
     def batches(self, rank: int) -> int:
-        """Batches of a rank."""
+        """Returns a rank's number of batches."""
         start, stop = self.parts[rank]
         return stop - start
 
@@ -93,17 +92,17 @@ class WindowPlan:
 @final
 @dataclass(slots=True)
 class FixedWindows:
-    """Windows of the same counts each: what ``deterministic=True`` runs.
+    """Windows with fixed batch counts, for ``deterministic=True``.
 
-    Nothing depends on time, so two runs on the same devices give the same bits.
+    They do not depend on time, so two runs on the same devices give equal bits.
 
     Attributes:
-        sizes: the epoch's batches.
+        sizes: the epoch's batch sizes.
         ranks: the members, in order.
         counts: batches per rank and window.
-        committed_samples: of the run before this epoch.
+        committed_samples: samples of the run before this epoch.
         first_window: number of the epoch's first window in the run.
-        leased: windows whose batches have been leased.
+        leased: number of windows whose batches have been leased.
     """
 
     sizes: BatchSizes
@@ -114,7 +113,7 @@ class FixedWindows:
     leased: int = 0
 
     def window(self, number: int) -> WindowPlan:
-        """The plan of a window; past the epoch's end no rank has a batch."""
+        """Returns a window's plan; beyond the epoch's end no rank has a batch."""
         end = self.sizes.num_batches
         first = min(end, (number - self.first_window) * sum(self.counts))
         bounds = [min(end, at) for at in accumulate(self.counts, initial=first)]
@@ -125,7 +124,7 @@ class FixedWindows:
         )
 
     def lease_next(self) -> WindowPlan | None:
-        """The next window whose batches are to be leased; None past the end."""
+        """Returns the next window to lease batches of; None at the end."""
         plan = self.window(self.unleased)
         if not plan.planned_samples:
             return None
@@ -134,30 +133,30 @@ class FixedWindows:
 
     @property
     def unleased(self) -> int:
-        """The first window whose batches have not been leased."""
+        """First window whose batches have not been leased."""
         return self.first_window + self.leased
 
 
 class WindowState:
     """Members, ledger, book and plans of one run's windows.
 
-    Each part is written by itself and by this class alone.
+    Each component is written only by itself and by this class.
 
     Args:
         config: the run's settings.
         members: all ranks, in order.
-        idle: ranks that are given no work.
+        idle: ranks that get no work.
         first_window: number of the first window.
-        times: of the ranks, to go on with and to feed.
+        times: measured times of the ranks, read and updated; None starts anew.
 
     Attributes:
-        is_paused: the membership has changed: nothing begins until all members are in
-            their new group, in whatever phase the epoch is.
-        mean_over: ranks that the epoch's batches are cut for; see `Reduce`.
-        diverged: ranks whose last update was not finite, and the batches since then.
+        is_paused: the membership has changed; nothing starts until all members have
+            formed the new group, in any phase of the epoch.
+        mean_over: number of ranks that batches are cut for; see `Reduce`.
+        diverged: by rank whose last update was not finite: its batches since then.
         running: the reduction under way, at most one.
-        last: the last one that all ranks hold.
-        uncalibrated: ranks whose speed is to be known before windows have a length.
+        last: last reduction whose result all ranks hold.
+        uncalibrated: ranks to measure before windows have a length.
         progress_samples: samples of the run that are committed or reduced.
     """
 
@@ -174,7 +173,7 @@ class WindowState:
         self.is_overlapped = config.policy == "async"
         self.members = {member.rank: member for member in members}
         known = None
-        if times is not None:  # an idle rank is none that windows are paced by
+        if times is not None:  # windows are not paced by idle ranks
             known = RankTimes()
             known.update((r, times[r]) for r in self.members if r not in idle)
         self.pacing = Pacing(
@@ -189,7 +188,7 @@ class WindowState:
         self.reset(BatchSizes(()), -1, 0.0)
 
     def reset(self, sizes: BatchSizes, epoch: int, now_s: float) -> None:
-        """Begins an epoch."""
+        """Resets the state for an epoch."""
         self.epoch = epoch
         self.mean_over = self.parts_of(sizes)
         self.ledger = EpochLedger(sizes, self.members)
@@ -219,9 +218,10 @@ class WindowState:
         self.leasing.set_costs(self.pacing.batch_s())
 
     def parts_of(self, sizes: BatchSizes) -> int:
-        """Ranks that a global batch is cut for: as many as it has local batches.
+        """Returns the number of ranks a global batch is cut for: its local batches.
 
-        At least the ranks with work; just these where the user has set the local batch.
+        At least the number of ranks with work; exactly that if the user has set the
+        local batch size.
         """
         working = len(self.members.keys() - self.idle)
         if self.config.windows.local_batch_size is not None:
@@ -229,7 +229,7 @@ class WindowState:
         return max(working, *(sizes.cut.parts_of(run[0]) for run in sizes.runs), 0)
 
     def take_plan(self, sizes: BatchSizes) -> None:
-        """Follows a plan made from the settings alone, where one is asked for."""
+        """Plans fixed windows from the settings alone if the run is deterministic."""
         if self.config.debug.deterministic:
             self.uncalibrated.clear()
             self.plans = FixedWindows(
@@ -241,11 +241,11 @@ class WindowState:
             )
 
     def planned(self, window: int) -> WindowPlan | None:
-        """The plan of a window; None where none is followed."""
+        """Returns the plan of a window; None without a plan."""
         return None if self.plans is None else self.plans.window(window)
 
     def begin(self, reduction: Reduction) -> Reduction:
-        """All ranks have closed a window, which is reduced now.
+        """Starts the reduction of a window that all ranks have closed.
 
         Raises:
             TransitionError: the last reduction is still running.
@@ -259,12 +259,12 @@ class WindowState:
         return reduction
 
     def stage(self) -> None:
-        """The window's batches are in the reduction that begins."""
+        """Moves the window's batches into the reduction that begins."""
         self.progress_samples += self.ledger.stage()
         self._planned_samples = 0
 
     def unstage_gone(self, running: Reduction) -> None:
-        """The reduction is redone without the parts of ranks that are gone."""
+        """Removes lost ranks' parts from a reduction that is repeated."""
         for rank, samples in self.ledger.unstage_gone().items():
             self.progress_samples -= samples
             self.totals.discard(running.plan.window, rank, samples)
@@ -272,10 +272,10 @@ class WindowState:
         running.parts = {r: part for r, part in parts if r in self.members}
 
     def commit(self) -> Reduction:
-        """All ranks hold the result of the reduction.
+        """Commits the reduction whose result all ranks hold.
 
         Raises:
-            TransitionError: they do not, or nothing is reduced.
+            TransitionError: some ranks lack the result, or nothing is reduced.
             MismatchError: ranks hold different models.
         """
         done = self.running
@@ -287,14 +287,14 @@ class WindowState:
         return done
 
     def remove(self, rank: int) -> None:
-        """A rank is gone: its leases and what it had not committed are pooled again.
+        """Removes a lost rank: its leases and uncommitted batches are pooled again.
 
-        What it trained on since the last reduction was begun is in no model.
+        Its samples since the last reduction began are in no model.
         """
         self.is_paused = True
         del self.members[rank]
         self.idle -= {rank}
-        if self.idle.issuperset(self.members):  # ranks that got no work as too slow
+        if self.idle.issuperset(self.members):  # only excluded ranks remain
             idle, self.idle = self.idle, frozenset()
             for other in sorted(idle.intersection(self.members)):
                 self.leasing.add(other, self.members[other].horizon_batches)
@@ -313,7 +313,7 @@ class WindowState:
             self.ledger.abandon()
 
     def add(self, member: Member, *, is_idle: bool) -> None:
-        """A rank joins; it takes part from the next epoch on, or the rest of one."""
+        """Adds a rank, which takes part from the next epoch or part of one."""
         self.members[member.rank] = member
         if is_idle:
             self.idle |= {member.rank}
@@ -321,24 +321,24 @@ class WindowState:
         self.reset(self.ledger.sizes, self.epoch, 0.0)
 
     def _repace(self) -> None:
-        """The last pace was of other ranks."""
+        """Adapts pacing to a new membership."""
         self.pacing.change(sorted(self.members))
         self._last_pace = -1, None
 
     def note(self, text: str) -> None:
-        """Keeps a decision for the story."""
+        """Saves a decision for the story."""
         if text:
             self._notes.append(text)
 
     def take_notes(self) -> list[str]:
-        """Decisions since it was last asked."""
+        """Returns the decisions since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     def pace(self, window: int) -> Pace:
-        """Length of a window: as planned, the usual one, or to the end of the epoch.
+        """Returns a window's length: planned, usual, or to the epoch's end.
 
-        The first rank that comes to it decides that for all.
+        The first rank that enters the window decides that for all.
         """
         if plan := self.planned(window):
             return Pace(None, None, {rank: plan.batches(rank) for rank in plan.parts})
@@ -348,10 +348,10 @@ class WindowState:
         return self._last_pace[1] or self.pacing.pace()
 
     def samples_of(self, window: int, pace: Pace) -> tuple[int, int]:
-        """Samples of the run before a window, and those planned in it.
+        """Returns the run's samples before a window, and those planned in it.
 
-        Summed once, they are the same for all ranks. Before it are those committed,
-        reduced, or planned as well.
+        They are summed once and so are the same for all ranks. Samples before it are
+        committed, reduced, or planned in the window before.
         """
         if plan := self.planned(window):
             return plan.committed_samples, plan.planned_samples
@@ -367,12 +367,12 @@ class WindowState:
 
     @property
     def has_work(self) -> bool:
-        """True if anything of the epoch is still to be trained on."""
+        """True if any of the epoch's batches is not trained on yet."""
         return bool(self.ledger.total_leased or self.ledger.pooled)
 
     @property
     def may_end_window(self) -> bool:
-        """True if all ranks have closed the window, and nothing else is reduced."""
+        """True if all ranks have closed the window and no reduction is under way."""
         return self.running is None and not self.is_paused and self.book.all_closed
 
     @property
@@ -386,7 +386,7 @@ class WindowState:
         return self.opens_early and self.ledger.leased(rank) > 0
 
     def advance(self) -> None:
-        """The next window begins."""
+        """Begins the next window."""
         self.book.advance()
         self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         for rank in self.members:
@@ -395,10 +395,10 @@ class WindowState:
                 self.throttle.stop(rank)
 
     def give_back(self, rank: int) -> tuple[int, int]:
-        """A rank has dropped its leases, and no rank gets any more.
+        """Returns a leaver's leases to the pool, and stops all leasing.
 
         Returns:
-            How many batches it gave back, and how many no rank will train on.
+            Number of returned batches, and of batches that no rank will train.
         """
         returned = self.ledger.give_back(rank)
         untouched = self.ledger.abandon()

@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Peak memory of each rank: parameters, gradients, optimizer state, activations."""
+        """Peak memory of each rank: parameters, their state and activations."""
         return tuple(
             state + peak
             for state, peak in zip(

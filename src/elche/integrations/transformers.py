@@ -153,8 +153,8 @@ class ElcheTrainerMixin(_Trainer):
         self._epochs: StepEpochs | None = None
         self._step_losses: StepLosses | None = None
         self._main_evaluation: MainEvaluation | None = None
-        # Per remaining micro-batch of this step: its share of the step's loss (0 if it is
-        # empty), and its number of counted labels.
+        # Per remaining micro-batch of the step: its share of the loss (0 if empty), and
+        # its number of counted labels.
         self._shares: list[tuple[float, float | None]] = []
         super().__init__(*args, **kwargs)
         if read_placement().world_size > 1:

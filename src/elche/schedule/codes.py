@@ -63,7 +63,6 @@ def spread(rows: Rows, order: Sequence[int], num_ranks: int) -> Rows:
         rows: codes of each renumbered rank.
         order: old number of each renumbered rank.
         num_ranks: number of ranks in the old numbering.
-        num_ranks: ranks in the old numbering.
     """
     result: Rows = [[] for _ in range(num_ranks)]
     for row, rank in zip(rows, order, strict=True):

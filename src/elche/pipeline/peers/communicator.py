@@ -170,8 +170,9 @@ class PipelineCommunicator:
             given: input of `carry_out`.
             wants_cut: called after `carry_out`.
 
-        Returns: This rank's results, each rank's microbatch losses, and what
-            `wants_cut` returned on rank 0.
+        Returns:
+            This rank's results, each rank's microbatch losses, and rank 0's result of
+            `wants_cut`.
 
         Raises:
             RemoteRankError: another rank failed; errors of this rank are raised as they

@@ -105,7 +105,8 @@ def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[
         held: layers of each rank.
         role: role of the parameters, if other than trainable.
 
-    Returns: Units sorted by ranks, then by when they are complete on the first of these
+    Returns:
+        Units sorted by ranks, then by when they are complete on the first of these
         ranks, which is the order in which all reduce them.
     """
     users: dict[str, dict[int, set[int]]] = {}

@@ -69,9 +69,9 @@ def memory_limit(
 
     Layers already on the device count as free memory: they are part of the plan.
 
-    Returns: The limit in the settings; else a fraction of a CUDA device's free memory.
-        Infinite on the CPU, whose memory is shared with other processes and can be
-        swapped.
+    Returns:
+        The limit in the settings; else a fraction of a CUDA device's free memory.
+        Infinite on the CPU, whose memory is shared and can be swapped.
 
     Raises:
         ConfigError: the settings do not have one limit per rank.

@@ -38,8 +38,6 @@ class NamedSearch:
         name: the schedule's name, one of `FIXED_SCHEDULES`.
         stages: stages per device, where the schedule allows several.
         ranks: numbers of devices to try.
-        stages: of each device, where the schedule takes several.
-        ranks: numbers of devices that may get layers.
     """
 
     def __init__(

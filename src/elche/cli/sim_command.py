@@ -61,7 +61,7 @@ def run_simulate(
     sim = Simulation(cluster, watch)
     began_s = time.perf_counter()
     reason = ""
-    gc.disable()  # collections would traverse all simulated ranks
+    gc.disable()  # would traverse simulated ranks, which no coordinator holds
     try:
         history = sim.run()
     except DeadlockError as error:

@@ -109,7 +109,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
                 f"{type(dataloader).__name__}; elche divides its batches"
             )
         self._batches = CountedEpochs(dataloader, dataloader)
-        if self.optimizers:  # else configure_optimizers() asks how many steps there are
+        if self.optimizers:  # else configure_optimizers() has requested the length
             self.share_batches()
         return self._batches
 

@@ -239,7 +239,7 @@ class ElcheTrainerMixin(_Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[StepBatch], num_batches: int, device: Any
     ) -> tuple[list[Any], None]:
-        """Returns this rank's part of a step, in as many batches as the loop counts.
+        """Returns this rank's part of a step as ``num_batches`` batches.
 
         Pads with empty batches if the part has fewer micro-batches.
         """

@@ -66,7 +66,7 @@ class PipelineConfig:
             `reset_parameters` of its modules.
         transport: ``"auto"`` sends activations and gradients from device to device by
             NCCL if all ranks are on one host with a CUDA device each, else through host
-            memory; ``"gloo"`` always uses host memory.
+            memory. ``"gloo"`` always uses host memory.
         timeout_s: deadline (s) of each wait for another rank.
     """
 

@@ -34,7 +34,7 @@ UNDER_WAY = 4
 """Number of microbatches in flight while a layer is timed."""
 MOST_TURNS = 4
 TURNS_BYTES = 64 * 2**20
-"""Most bytes of a layer and the copies of it that run in turn with it.
+"""Most parameter bytes of a layer and its copies that are timed in turn.
 
 In a step, the other layers of the stage evict a layer's parameters from the caches.
 Larger parameters do not stay in the caches anyway.

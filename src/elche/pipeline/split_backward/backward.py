@@ -2,7 +2,7 @@
 
 The input gradient (I) is an ordinary backward through the stage's graph, in which known
 modules of torch defer their weight gradients
-(`elche.pipeline.split_backward.split_modules`); the weight gradient (W) computes these.
+(`elche.pipeline.split_backward.split_modules`). The weight gradient (W) computes these.
 Gradients that cannot be deferred are computed in I. I and W together do the work of one
 full backward.
 """

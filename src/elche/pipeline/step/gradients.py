@@ -100,8 +100,8 @@ def _unscale_by(
 ) -> bool:
     """Unscales by a GradScaler; returns whether the gradients of all ranks are finite.
 
-    If only other ranks have non-finite gradients, this rank's first gradient is set to
-    infinity, so that its scaler skips the step as well and all scales stay equal.
+    If only other ranks have non-finite gradients, this rank sets its first gradient to
+    infinity. Its scaler then skips the step as well, and all scales stay equal.
     """
     gradients = [one.grad for one in parameters if one.grad is not None]
     mine = all(bool(one.isfinite().all()) for one in gradients)

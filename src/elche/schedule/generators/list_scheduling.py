@@ -1,12 +1,12 @@
 """Schedules from costs and memory limits, by list scheduling.
 
 Each rank that becomes free runs a ready action, chosen by a rule: backwards before
-forwards, weight gradients in the gaps (the idea of the zero-bubble paper's heuristic,
-Qi et al. 2024, section 3.1). Unlike there, a rank may hold any number of stages, in any
-placement, and the objective is the makespan.
+forwards, weight gradients in the gaps. This is the idea of the zero-bubble paper's
+heuristic (Qi et al. 2024, section 3.1). Unlike there, a rank may hold any number of
+stages, in any placement, and the objective is the makespan.
 
 No choice can deadlock on memory: a forward must leave room for its microbatch in the
-later stages of its rank. So the oldest unfinished microbatch can always proceed: a
+later stages of its rank. So the oldest unfinished microbatch can always proceed. A
 rank's memory only contains microbatches of earlier stages, which left that room, and
 microbatches whose W can run and free it.
 
@@ -28,8 +28,8 @@ from elche.schedule.timing import CostTable
 _TOLERANCE = 1e-9
 
 Choice = Callable[[int, float], tuple[int, float, bool]]
-"""Choice for a rank at a time: the code to run, or -1; the time at which the next code
-is ready (infinite if unknown), and True if a code waits for memory only.
+"""Function of rank and time. Returns the code to run, or -1; the time at which the next
+code is ready (infinite if unknown); and True if a code only waits for memory.
 """
 
 
@@ -287,7 +287,7 @@ def place_weights(
 ) -> Rows:
     """Keeps each rank's order of F, I and B, and moves every W to its best place.
 
-    W runs in waits that are long enough, and where a forward needs its memory.
+    W runs in long enough waits, and before a forward that needs its memory.
 
     Args:
         orders: codes of each rank; their W are ignored.

@@ -1,12 +1,12 @@
 """Published schedules in loop placement: GPipe, 1F1B, ZB-H1, ZB-H2, interleaved.
 
-Schedules of one stage per rank differ in two numbers per rank: the forwards before the
-first backward (`warmup`), and the microbatches by which W follows I (`delay`; None is
-B, unsplit).
+Schedules of one stage per rank differ in two numbers per rank. `warmup` is the number
+of forwards before the first backward. `delay` is the number of microbatches by which W
+follows I; None is B, unsplit.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), ZB-H1
-and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3);
-interleaved 1F1B (Narayanan et al., Megatron-LM, 2021) and its zero-bubble version, as
+and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3).
+Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021) and its zero-bubble version, as
 in torch.distributed.pipelining, whose rounds need not be p microbatches long.
 """
 

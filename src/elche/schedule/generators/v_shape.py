@@ -3,11 +3,10 @@
 Rank r holds stage r and stage 2p - 1 - r. The first and the last stage are on rank 0,
 so the loss needs no second trip.
 
-Sources: ZB-V (Qi et al. 2024, section 6; the list is the one for F = I = W, as in
-torch's ``ScheduleZBVZeroBubble``) and V-Half, V-Min (Qi et al., Pipeline Parallelism
-with Controllable Memory, 2024): a *building block* of six slots (F, I and W of both
-stages) repeats every six slots, and how far it is stretched over the ranks sets the
-memory.
+Sources: ZB-V (Qi et al. 2024, section 6; the list for F = I = W, as in torch's
+``ScheduleZBVZeroBubble``) and V-Half, V-Min (Qi et al., Pipeline Parallelism with
+Controllable Memory, 2024). In the latter a *building block* of six slots (F, I and W of
+both stages) repeats every six slots. Its stretch over the ranks determines the memory.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def _shortest_block(
 
     Returns:
         Slots of F, second F, second I and I on each rank, for one microbatch; the next
-            microbatch follows `_SLOTS` later.
+        microbatch follows `_SLOTS` later.
     """
     down, up, down_back, up_back = steps
     hops = num_ranks - 1

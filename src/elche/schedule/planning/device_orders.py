@@ -29,7 +29,7 @@ def device_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
 
     Args:
         table: sums over the profile of model and devices.
-        held: microbatches whose activations each device must have room for.
+        held: number of microbatches whose activations must fit on each device.
     """
     classes = _classes(table)
     if _number_of_orders(classes) <= ALL_ORDERS:

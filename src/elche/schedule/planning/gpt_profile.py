@@ -7,7 +7,7 @@ backward, all of it in I). Activations as Korthikanti et al. (Reducing Activatio
 Recomputation in Large Transformer Models, 2022) count them: 34 h bytes per token in 16
 bits, and 5 a s for the attention scores of a heads where they are kept; W needs 32 h of
 them (Qi et al., Zero Bubble Pipeline Parallelism, 2024). Operations outside matmuls are
-not counted, nor how far a device stays below its peak: give the rate that its matmuls
+not counted, nor a device's gap to its peak rate: specify the rate that its matmuls
 reach.
 """
 

@@ -1,9 +1,9 @@
 """Contiguous layers on devices: the exact partition of least sum-bound.
 
-The objective is a lower bound of the makespan if each device has one stage: the time
-until the first microbatch reaches a device, messages included, plus all its work; the
-maximum over the devices. The link before a device counts like a device: its messages
-pass one after another, separately in each direction.
+The objective is a lower bound of the makespan if each device has one stage. It is the
+maximum over the devices of the time until the first microbatch arrives, messages
+included, plus all their work. The link before a device counts like a device: its
+messages pass one after another, separately in each direction.
 
 The dynamic program runs from the model's end to its beginning. Earlier devices only
 delay later ones, so the best end for a device and its first layer does not depend on
@@ -66,7 +66,7 @@ class Places:
 
     Attributes:
         devices: device of each place; a device may have several.
-        held: microbatches whose activations each place must have room for.
+        held: number of microbatches whose activations must fit, at each place.
         may_be_empty: whether a place may get no layers.
     """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from elche.errors import ConfigError
 
 LINK_EFFICIENCY = 0.8
-"""Default efficiency of a declared rate: reductions over links shaped to 10 and 100
+"""Default efficiency of a declared rate. Reductions over links shaped to 10 and 100
 Mbit/s take 1.1 to 1.4 times their ideal time, if the cores keep up
 (docs/benchmarks.md, "Behind a slow link").
 """

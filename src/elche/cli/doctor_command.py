@@ -1,4 +1,4 @@
-"""``elche doctor``: devices, links, predictions, and what looks wrong."""
+"""``elche doctor``: devices, links, predictions, and likely problems."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ PROBE = "elche.cli.doctor_probe"
 def run_doctor(
     settings: LaunchConfig, parameters: int, batch_size: int, json_path: str | None
 ) -> int:
-    """Measures, prints, and returns the exit code: 1 if something is broken.
+    """Measures, prints, and returns the exit code: 1 if a finding is "broken".
 
     Args:
-        settings: names the ranks.
-        parameters: of the test network.
+        settings: launch settings of the ranks.
+        parameters: size of the test network.
         batch_size: samples of a global batch.
-        json_path: where the figures go; "-" is standard output.
+        json_path: path for the JSON report; "-" is standard output.
     """
     check_outputs(json_path)
     machine, ranks, failure = read_machine(), list[RankReport](), ""
@@ -74,7 +74,7 @@ def run_doctor(
 
 
 def read_machine() -> MachineFacts:
-    """Facts of this machine, its torch and this environment."""
+    """Collects facts of this machine, its torch and this environment."""
     accelerators = []
     if torch.cuda.is_available():
         accelerators.append("rocm" if torch.version.hip else "cuda")
@@ -108,7 +108,7 @@ def _loopback_error() -> str:
 
 
 def _measure(settings: LaunchConfig) -> tuple[list[RankReport], str]:
-    """Reports of all ranks in their order, or why there are none."""
+    """Reports of all ranks in order, and the reason if there are none."""
     reports: list[RankReport] = []
 
     def collect(rank: int, line: str) -> None:

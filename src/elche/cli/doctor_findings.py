@@ -12,10 +12,10 @@ from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import MeasuredCluster, Prediction, predict
 
 SEVERITIES = ("broken", "warning", "note")
-"""The worst first."""
+"""Severities of findings, the worst first."""
 OLDEST_TORCH = (2, 9)
 LEAST_SHM_BYTES = 1 << 30
-"""Docker gives 64 MiB: a few batches of DataLoader workers fill it."""
+"""Minimum size of /dev/shm; Docker's 64 MiB hold few DataLoader batches."""
 LEAST_FILES = 1024
 LEAST_GAIN = 1.02
 PLACES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "ELCHE_COORDINATOR")
@@ -23,7 +23,7 @@ PLACES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "ELCHE_COORDINATOR")
 
 
 class Finding(NamedTuple):
-    """Something that looks wrong, with what to do about it: of `SEVERITIES`."""
+    """A likely problem, with its severity (`SEVERITIES`) and a remedy in the text."""
 
     severity: str
     text: str
@@ -37,15 +37,16 @@ class MachineFacts:
     """Facts of this machine and this environment.
 
     Attributes:
-        versions: of elche, python and torch.
+        versions: versions of elche, python and torch.
         platform: operating system and processor.
-        cores: that this process may use.
+        cores: cores that this process may use.
         accelerators: kinds that torch can use: cuda, rocm, mps, xpu.
-        has_nvidia: the system has an NVIDIA device, whatever torch sees.
-        shm_bytes: size of ``/dev/shm``; None where there is none.
+        has_nvidia: whether the system has an NVIDIA device, even if torch cannot use
+            it.
+        shm_bytes: size of ``/dev/shm``; None if it does not exist.
         open_files: limit of open files.
-        loopback_error: why loopback cannot be used, "" if it can.
-        environment: variables that matter here and are set.
+        loopback_error: error of a loopback connection, or "".
+        environment: relevant environment variables that are set.
     """
 
     versions: Mapping[str, str]
@@ -61,15 +62,15 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """Measurements of a rank, while all ranks measured.
+    """Measurements of a rank, taken while all ranks measured.
 
     Attributes:
-        rank: in the run.
-        device: its name, such as ``cuda:0``.
-        name: what the device is.
+        rank: the rank.
+        device: the device's name in torch, such as ``cuda:0``.
+        name: the device's model name.
         sample_s: seconds per sample of the test network's step.
-        fixed_s: seconds of a step, however small.
-        overrun: part of an emulated device's steps that real computing took longer.
+        fixed_s: fixed seconds per step.
+        overrun: fraction by which real computing exceeded the emulated time.
         links: latency in seconds and bytes per second, by transport.
         reduction_s: seconds of one reduction of the test network.
     """
@@ -85,7 +86,7 @@ class RankReport:
 
 
 def cost_of_steps(times_s: Mapping[int, float]) -> tuple[float, float]:
-    """Seconds per sample and fixed seconds, from steps of one or two sizes."""
+    """Seconds per sample and fixed seconds, fitted to steps of one or two sizes."""
     few, many = min(times_s), max(times_s)
     whole_s = times_s[many]
     sample_s = whole_s / many
@@ -98,7 +99,7 @@ def cost_of_steps(times_s: Mapping[int, float]) -> tuple[float, float]:
 def predictions(
     ranks: Sequence[RankReport], batch_size: int
 ) -> tuple[list[Prediction], str]:
-    """Each policy on all ranks, and what ``auto`` would choose and why."""
+    """Predictions of each policy on all ranks, and the choice of ``auto``."""
     if len(ranks) < 2:
         return [], ""
     cluster = MeasuredCluster(
@@ -119,14 +120,14 @@ def findings(
     predicted: Sequence[Prediction] = (),
     failure: str = "",
 ) -> list[Finding]:
-    """All that looks wrong, the worst first.
+    """All likely problems, the worst first.
 
     Args:
-        machine: what was read.
-        devices: of the ranks, as they were to run.
-        ranks: what was measured; empty if it could not be.
-        predicted: of the policies.
-        failure: why measuring failed, "" if it did not.
+        machine: facts of the machine.
+        devices: requested devices of the ranks.
+        ranks: measurements; empty if measuring failed.
+        predicted: predictions of the policies.
+        failure: reason why measuring failed, or "".
     """
     found = [*_of_machine(machine), *_of_devices(machine, devices)]
     if failure:

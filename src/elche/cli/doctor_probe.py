@@ -22,7 +22,7 @@ from elche.runtime.emulation import emulate
 from elche.runtime.process.environment import read_placement
 
 MARK = "elche doctor: "
-"""Begins the line that carries a rank's report."""
+"""Prefix of the line with a rank's report."""
 LINK_ELEMENTS = 1 << 20
 ROUNDS = 5
 MOST_S = 2.0
@@ -30,7 +30,7 @@ MOST_S = 2.0
 
 
 def main() -> None:
-    """Prints the report of this rank: arguments are parameters and batch size."""
+    """Prints this rank's report; the arguments are parameters and batch size."""
     parameters, batch_size = int(sys.argv[1]), int(sys.argv[2])
     group, placement = init_group(timeout_s=120.0), read_placement()
     device = placement.device
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def sized_network(parameters: int) -> nn.Sequential:
-    """A chain of equal linear layers with about so many parameters."""
+    """A chain of equal linear layers with about this number of parameters."""
     depth = max(2, math.ceil(parameters / 2048**2))
     width = max(1, round(math.sqrt(parameters / depth)))
     pairs = ((nn.Linear(width, width), nn.ReLU()) for _ in range(depth))
@@ -69,7 +69,7 @@ def sized_network(parameters: int) -> nn.Sequential:
 def _stepper(
     network: nn.Sequential, device: torch.device
 ) -> Callable[[int], Callable[[], None]]:
-    """Makes training steps of so many samples, each through at its return."""
+    """Makes training steps of a given batch size that wait for completion."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
 
     def of_size(samples: int) -> Callable[[], None]:
@@ -80,7 +80,7 @@ def _stepper(
             optimizer.zero_grad()
             network(batch).square().mean().backward()
             optimizer.step()
-            float(next(network.parameters()).detach().flatten()[0])  # waits for it
+            float(next(network.parameters()).detach().flatten()[0])  # synchronises
 
         return step
 
@@ -88,7 +88,7 @@ def _stepper(
 
 
 def _quickest(group: Group, work: Callable[[], object]) -> float:
-    """Seconds of the quickest of some rounds, while all ranks do the same."""
+    """Seconds of the quickest round, while all ranks work at the same time."""
     work()
     group.all_reduce(torch.zeros(1, device="cpu"), "beginning to measure together")
     times_s = [time.perf_counter()]
@@ -99,7 +99,7 @@ def _quickest(group: Group, work: Callable[[], object]) -> float:
 
 
 def _links(group: Group) -> dict[str, tuple[float, float]]:
-    """Latency and bytes per second of what these ranks may use."""
+    """Latency and bytes per second of each transport available to these ranks."""
     found, cpu = {}, torch.device("cpu")
     for transport in ("shared memory", "gloo") if group.shares_host else ("gloo",):
         make = open_exchange if transport == "shared memory" else GlooExchange
@@ -113,7 +113,7 @@ def _links(group: Group) -> dict[str, tuple[float, float]]:
 
 
 def _message_s(group: Group, exchange: Exchange) -> float:
-    """Seconds of the quickest of some messages; all ranks send as many."""
+    """Seconds of the quickest of several messages, sent by all ranks."""
     quickest_s = math.inf
     for number in range(ROUNDS + 1):
         group.all_reduce(torch.zeros(1, device="cpu"), "beginning a message together")

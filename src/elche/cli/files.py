@@ -33,10 +33,11 @@ csv_option = click.option(
 
 
 def read_toml(path: Path, make: Callable[[dict[str, Any]], Read]) -> Read:
-    """Reads a TOML file, and makes a value of it.
+    """Reads a TOML file and converts it by ``make``.
 
     Raises:
-        ConfigError: it cannot be read, or ``make`` refuses it; names the file.
+        ConfigError: the file is unreadable or ``make`` rejects it; the message names
+            it.
     """
     text = read_text(path)
     try:
@@ -51,7 +52,7 @@ def read_text(path: Path) -> str:
     """Reads a text file.
 
     Raises:
-        ConfigError: it cannot be read, or is not text.
+        ConfigError: the file cannot be read, or is not text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -62,10 +63,10 @@ def read_text(path: Path) -> str:
 
 
 def check_outputs(*paths: str | Path | None) -> None:
-    """Makes sure that results can be written later.
+    """Checks that result files can be written later.
 
     Raises:
-        ConfigError: one cannot be.
+        ConfigError: a file is not writable.
     """
     for path in paths:
         if path is not None and str(path) != "-":
@@ -73,7 +74,7 @@ def check_outputs(*paths: str | Path | None) -> None:
 
 
 def write_json(path: str | None, values: Any) -> None:
-    """Writes figures to a file, or to standard output for "-"."""
+    """Writes values as JSON to a file, or to standard output for "-"."""
     if path == "-":
         sys.stdout.write(to_json_text(values))
     elif path is not None:
@@ -81,6 +82,6 @@ def write_json(path: str | None, values: Any) -> None:
 
 
 def write_csv(path: Path | None, schedule: Schedule) -> None:
-    """Writes a schedule in torch's form."""
+    """Writes a schedule as CSV in torch's format."""
     if path is not None:
         path.write_text(to_csv(schedule), encoding="utf-8", newline="")

@@ -38,11 +38,11 @@ REMOVED = {
     "bench": "run `python -m benchmarks.hetero` (links, pipeline, chaos) in a clone of "
     "elche's repository",
 }
-"""Commands and options that were, and what to do instead."""
+"""Removed commands and options, with the replacement."""
 
 
 class _Friendly(click.Group):
-    """Shows elche's own errors as one message, and Ctrl-C by its code."""
+    """Reports elche's own errors as one message, and Ctrl-C by its exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

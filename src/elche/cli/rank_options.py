@@ -28,7 +28,7 @@ def numbers(
 def names(
     ctx: click.Context, option: click.Parameter, text: str | None
 ) -> tuple[str, ...] | None:
-    """Parses ``cuda:0,cpu``; blanks around a name are not part of it."""
+    """Parses ``cuda:0,cpu``; strips blanks around names."""
     if text is None:
         return None
     found = tuple(part.strip() for part in text.split(","))
@@ -38,7 +38,7 @@ def names(
 
 
 def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that say how many ranks a host has, and where."""
+    """Adds the options for the number of ranks and their devices."""
     for option in (
         click.option(
             "--speeds",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
 
 
-# What follows SCRIPT is its own, options too.
+# Options after SCRIPT belong to the script.
 @click.command(context_settings={"allow_interspersed_args": False})
 @rank_options
 @click.option(
@@ -119,14 +119,14 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 
 
 def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
-    """Launch configuration; the options of `RestartConfig` stay in ``options``.
+    """Makes the launch configuration; `RestartConfig`'s options stay in ``options``.
 
     Args:
         words: the script and its arguments.
-        options: values by name.
+        options: option values by name.
 
     Raises:
-        ConfigError: they do not fit together.
+        ConfigError: options contradict each other.
     """
     from elche.runtime.process.launch_config import LaunchConfig, python_command
 
@@ -158,7 +158,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
 
 
 def _display() -> Display | None:
-    """Draws a run on standard error, if that is a terminal."""
+    """Display of the run on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         return None
     from elche.monitor.live_run import open_display
@@ -167,7 +167,7 @@ def _display() -> Display | None:
 
 
 def _failure_line(result: LaunchResult, world_size: int) -> str:
-    """Line about ranks that failed, or that none met another; "" if all went well."""
+    """Message about failed ranks, or ranks that never connected; "" on success."""
     failed = [rank for rank, code in enumerate(result.exit_codes) if code]
     if failed:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"

@@ -36,14 +36,14 @@ from elche.schedule.timing import Timing, simulate
 
 SHOWN_PEAKS = 16
 RANKS, MICROBATCHES, TIMES = 4, 8, (1.0, 1.0, 1.0)
-"""Defaults without an option or a file."""
+"""Defaults if neither an option nor a file sets them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """Options of ``elche schedule``, which its help explains.
+    """Options of ``elche schedule``; its help explains them.
 
-    None takes a file's value, or the default of the help.
+    None means a file's value, or the default in the help.
     """
 
     name: str
@@ -83,7 +83,7 @@ def run_schedule(config: ScheduleConfig) -> None:
     """Makes, times, prints and writes a schedule.
 
     Raises:
-        ConfigError: what was asked is impossible, or a file cannot be read or written.
+        ConfigError: the options are impossible, or a file cannot be read or written.
     """
     check_outputs(config.json_path, config.csv_path)
     schedule, costs = plan(config)
@@ -99,7 +99,7 @@ def run_schedule(config: ScheduleConfig) -> None:
 
 
 def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
-    """The schedule that was asked for, and the costs in its placement.
+    """Makes the requested schedule, and the costs in its placement.
 
     Raises:
         ConfigError: as `run_schedule`.
@@ -134,7 +134,7 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
 
 
 def figures(schedule: Schedule, timing: Timing) -> dict[str, Any]:
-    """Figures for the JSON."""
+    """The schedule's figures for JSON output."""
     return {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
@@ -151,7 +151,7 @@ def figures(schedule: Schedule, timing: Timing) -> dict[str, Any]:
 
 
 def summary(schedule: Schedule, timing: Timing) -> str:
-    """The figures for people."""
+    """Human-readable text of the figures."""
     shown = [f"{peak:g}" for peak in timing.peak_activations[:SHOWN_PEAKS]]
     more = schedule.num_ranks - len(shown)
     peaks = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
@@ -180,7 +180,7 @@ def _costs(
 
 
 def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> None:
-    """Holds a schedule from a file to the limits that those made here keep."""
+    """Checks a schedule from a file against the memory limits."""
     for rank, limit in enumerate(costs.memory):
         peak = timing.peak_activations[rank]
         if peak > limit + 1e-9:

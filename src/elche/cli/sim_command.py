@@ -39,10 +39,10 @@ def run_simulate(
     """Simulates, prints and writes; returns the exit code.
 
     Args:
-        path: of the cluster's file.
-        json_path: where the figures go; "-" is standard output.
-        trace_path: where the timeline goes.
-        policy: instead of the file's.
+        path: path of the cluster file.
+        json_path: path for the JSON report; "-" is standard output.
+        trace_path: path for the timeline.
+        policy: overrides the file's policy.
         stories: event logs to print: ``"all"``, ``"rank:1"``, ``"lease:12"`` (of the
             last epoch) or ``"lease:0/12"``.
 
@@ -61,7 +61,7 @@ def run_simulate(
     sim = Simulation(cluster, watch)
     began_s = time.perf_counter()
     reason = ""
-    gc.disable()  # it would look through simulated ranks, which no coordinator holds
+    gc.disable()  # would traverse simulated ranks, which no coordinator holds
     try:
         history = sim.run()
     except DeadlockError as error:
@@ -97,11 +97,11 @@ def load_cluster(path: Path, policy: str | None = None) -> Cluster:
     """Reads a cluster file.
 
     Args:
-        path: of the TOML file.
-        policy: instead of the file's.
+        path: path of the TOML file.
+        policy: overrides the file's policy.
 
     Raises:
-        ConfigError: it cannot be read, or says something impossible.
+        ConfigError: the file cannot be read, or has an impossible value.
     """
 
     def made(raw: dict[str, Any]) -> Cluster:
@@ -113,11 +113,11 @@ def load_cluster(path: Path, policy: str | None = None) -> Cluster:
 
 
 def story_of(core: Coordinator, wanted: str) -> list[str]:
-    """Messages and decisions about a rank or a batch.
+    """Event log of a rank or a batch.
 
     Args:
         core: the coordinator, after the run.
-        wanted: as `run_simulate` has it.
+        wanted: as in `run_simulate`.
     """
     kind, _, number = wanted.partition(":")
     if kind == "all":
@@ -133,7 +133,7 @@ def story_of(core: Coordinator, wanted: str) -> list[str]:
 
 
 def summary(report: Report, took_s: float) -> str:
-    """The report for people."""
+    """Human-readable text of the report."""
     waits = ", ".join(
         f"{cause} {100 * share:.2f} %"
         for cause, share in report.waits.items()

@@ -1,1 +1,1 @@
-"""Small real workloads that show elche before the hardware is there."""
+"""Small real workloads that demonstrate elche without special hardware."""

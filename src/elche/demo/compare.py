@@ -30,10 +30,10 @@ from elche.runtime.process.launch_config import (
 MS_PER_SAMPLE = 1.25
 STDERR_TAIL_LINES = 25
 MOST_OVERRUN = 0.02
-"""Above this share of overrun an emulation was not honest."""
+"""Largest overrun, as a fraction, at which an emulation is still accurate."""
 
 OnProgress = Callable[[int, float], None]
-"""Called with a rank and the samples that it, or the run, has trained on."""
+"""Called with a rank and its number of samples so far (or the run's)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,12 @@ class Devices:
     Attributes:
         speeds: relative speeds of emulated devices; empty for real ones.
         names: real devices, such as ``("cuda:0", "cpu")``; empty for emulated ones.
-        ms_per_sample: an emulated device's time per sample at speed 1.
-        fixed_ms: an emulated device's time per batch beside its samples'.
-        network: where they meet, if not on this host's loopback.
+        ms_per_sample: time per sample of an emulated device with speed 1.
+        fixed_ms: fixed time per batch of an emulated device.
+        network: emulated network between them; None for this host's loopback.
 
     Raises:
-        ConfigError: on both or neither, or a speed or time that is not positive.
+        ConfigError: both or neither kind is set, or a speed or time is not positive.
     """
 
     speeds: tuple[float, ...] = ()
@@ -78,18 +78,18 @@ class Devices:
 
     @property
     def emulated(self) -> bool:
-        """True if they are emulated."""
+        """True if the devices are emulated."""
         return bool(self.speeds)
 
     def nominal_samples_per_s(self, batch_size: int) -> tuple[float, ...]:
-        """Declared samples per second of each emulated device in such batches."""
+        """Nominal samples per second of each emulated device at a batch size."""
         fixed_ms = self.fixed_ms / batch_size
         return tuple(
             1e3 / (fixed_ms + self.ms_per_sample / speed) for speed in self.speeds
         )
 
     def only(self, index: int) -> Devices:
-        """One of them."""
+        """Selects one device by index."""
         return replace(
             self,
             speeds=self.speeds[index : index + 1],
@@ -102,20 +102,20 @@ class ContenderRun:
     """Result of one contender's run.
 
     Attributes:
-        name: the contender.
-        ranks: what each rank wrote, see `Contender`.
+        name: name of the contender.
+        ranks: results that each rank wrote, see `Contender`.
     """
 
     name: str
     ranks: tuple[dict[str, Any], ...]
 
     def rate(self, rank: int = 0) -> float:
-        """Samples per second, of the run or of a rank that trains alone."""
+        """Samples per second of the run, or of a rank that trains alone."""
         result = self.ranks[rank]
         return float(result["samples"] / result["train_s"])
 
     def curve(self, rank: int = 0) -> list[tuple[float, float, float]]:
-        """Evaluations: seconds, samples, loss."""
+        """Evaluations as (seconds, samples, loss)."""
         return [(at, samples, loss) for at, samples, loss in self.ranks[rank]["curve"]]
 
     @property
@@ -125,9 +125,9 @@ class ContenderRun:
 
     @property
     def overrun_share(self) -> float:
-        """Time by which real compute exceeded the emulated one, relative to that.
+        """Time by which real compute exceeded the emulated one, as a fraction of it.
 
-        Of the rank where it is largest; 0 on real devices.
+        Maximum over the ranks; 0 on real devices.
         """
         emulated = [result for result in self.ranks if result["nominal_s"]]
         shares = [float(r["overrun_s"] / r["nominal_s"]) for r in emulated]
@@ -145,16 +145,16 @@ def run_contender(
     """Trains one contender, a process per device, and returns its results.
 
     Args:
-        name: what to call it.
-        spec: what to train; its ``out`` is replaced by a temporary directory.
-        devices: a rank on each of them.
+        name: name for the contender.
+        spec: specification; its ``out`` is replaced by a temporary directory.
+        devices: devices, with one rank on each.
         on_progress: receives the run's progress.
         trace_path: file for the timeline of elche's ranks.
-        module: what every rank runs, given the specification.
+        module: module that every rank runs, with the specification as argument.
 
     Raises:
-        RemoteRankError: a rank failed; with the end of what it wrote.
-        KeyboardInterrupt: the user ended it; all ranks have ended.
+        RemoteRankError: a rank failed; the message has the end of its output.
+        KeyboardInterrupt: the user interrupted the run; all ranks have ended.
     """
 
     def on_line(rank: int, line: str) -> None:
@@ -188,13 +188,13 @@ def run_contender(
 def whole_batches(
     samples: float, segments: int = 1, batch_size: int = BATCH_SIZE
 ) -> int:
-    """A number of samples near this that makes equal segments of whole batches."""
+    """Nearest number of samples that gives equal segments of whole batches."""
     unit = batch_size * segments
     return max(1, round(samples / unit)) * unit
 
 
 def machine() -> dict[str, Any]:
-    """Description of the machine of the figures."""
+    """Describes the machine on which the figures were measured."""
     return {
         "cores": os.cpu_count() or 1,
         "torch": torch.__version__,

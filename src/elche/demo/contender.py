@@ -1,8 +1,8 @@
-"""One contender of a comparison, as the program that every rank of it runs.
+"""One contender of a comparison, as the program that each of its ranks runs.
 
 All contenders share one loop, one data order, one learning rate rule and one
-emulation; they differ in what `Contender` prepares. The clock of a run is rank 0's (a
-rank alone has its own) and stands still while the held-out set is evaluated, for every
+emulation; they differ in the setup by `Contender`. The clock of a run is rank 0's (a
+rank alone has its own) and stops during evaluation of the held-out set, for every
 contender alike.
 """
 
@@ -52,15 +52,15 @@ class ContenderSpec:
     """Kind, data and settings of a contender.
 
     Attributes:
-        kind: ``solo`` (alone on every rank that it is given), ``ddp`` or ``elche``.
-        samples: samples to train on.
+        kind: ``solo`` (each rank trains alone), ``ddp`` or ``elche``.
+        samples: number of samples to train on.
         out: directory for results.
-        batch_size: samples of a batch; of all ranks together for DDP.
-        segments: parts of the run, each followed by an evaluation.
-        seed: of parameters, data and order.
+        batch_size: samples of a batch; for DDP of all ranks together.
+        segments: number of parts of the run, each followed by an evaluation.
+        seed: seed of parameters, data and order.
         text: file or directory to learn.
-        policy: of elche.
-        max_seconds: ``solo`` ends after training for so long.
+        policy: elche's policy.
+        max_seconds: time limit (s) of ``solo`` training.
     """
 
     kind: str
@@ -75,11 +75,11 @@ class ContenderSpec:
 
 
 class Contender:
-    """One rank of a contender. A benchmark may train others by a subclass.
+    """One rank of a contender. Benchmarks may subclass it for other workloads.
 
     Args:
-        spec: what to train.
-        clock: seconds of this rank's clock.
+        spec: specification of the training.
+        clock: clock of this rank, in seconds.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Contender:
         return SegmentSampler(self.spec.samples, self.spec.segments, self.spec.seed)
 
     def _options(self) -> dict[str, Any]:
-        """Further settings of elche."""
+        """Further options of `elche.setup`."""
         return {}
 
     def _shares(self) -> list[float]:
@@ -148,12 +148,12 @@ class Contender:
         return [1.0] * self._placement.world_size
 
     def _is_last(self, train_s: float) -> bool:
-        """True if this rank leaves after so many seconds of training."""
+        """True if this rank stops after this many seconds of training."""
         limit_s = self.spec.max_seconds
         return limit_s is not None and train_s >= limit_s
 
     def _is_over(self) -> bool:
-        """True if all ranks leave after a part of the run."""
+        """True if all ranks stop after the current part of the run."""
         return self._is_last(self._train_s)
 
     def _emulate(self) -> None:
@@ -169,7 +169,7 @@ class Contender:
         )
 
     def _ddp(self) -> tuple[nn.Module, Any]:
-        """Torch's DistributedDataParallel, batches split equally or by hand."""
+        """Wraps the model in torch's DistributedDataParallel, with split batches."""
         world_size = self._placement.world_size
         store = dist.FileStore(str(Path(self.spec.out) / "ddp-store"), world_size)
         dist.init_process_group(
@@ -199,12 +199,12 @@ class Contender:
         return model, shared
 
     def _segment(self, model: nn.Module, loader: Any) -> None:
-        """One part of the run: the loop of `elche.setup`'s docstring, timed."""
+        """Trains one part of the run: the loop of `elche.setup`'s docstring, timed."""
         if "ddp" in self.spec.kind:
-            dist.barrier()  # rank 0 evaluates, and elche waits by itself
+            dist.barrier()  # rank 0 evaluates; elche waits by itself
         began_s = self._clock()
         for batch in loader:
-            if self._placement.device.type != "cpu":  # elche's are there already
+            if self._placement.device.type != "cpu":  # elche has moved its batches
                 batch = to_device(batch, self._placement.device)
             progress = min(1.0, self._progress_samples() / self.spec.samples)
             for group, rate in self._rates:
@@ -223,7 +223,7 @@ class Contender:
         self._done_samples = self._progress_samples()
 
     def _count(self, samples: int) -> None:
-        """Counts a batch, and reports progress now and then."""
+        """Counts a batch, and reports progress at intervals."""
         now_s = self._clock()
         is_whole = "ddp" in self.spec.kind
         self._done_samples += self.spec.batch_size if is_whole else samples
@@ -237,7 +237,7 @@ class Contender:
         return round(progress_samples())
 
     def _evaluate(self) -> None:
-        """The held-out loss; other ranks wait in the next part."""
+        """Evaluates the held-out loss; other ranks wait in the next part."""
         if not self._reports:
             return
         loss = self._workload.evaluate(self._model)
@@ -261,7 +261,7 @@ class Contender:
         }
 
     def _details(self, run: Run | None) -> dict[str, Any]:
-        """Further results of this rank, of elche's run if it is one."""
+        """Further results of this rank; ``run`` is elche's run, if any."""
         return {}
 
 
@@ -270,10 +270,10 @@ def main(
     kind: type[Contender] = Contender,
     spec_type: type[ContenderSpec] = ContenderSpec,
 ) -> None:
-    """Runs the contender that the file describes; writes ``result-RANK.json``.
+    """Runs the contender specified in the file; writes ``result-RANK.json``.
 
-    Standard error of a rank goes to ``stderr-RANK.txt``: who started it may
-    have a progress bar there, and shows the end of the file when the rank fails.
+    Standard error of a rank is redirected to ``stderr-RANK.txt``: the parent process
+    may show a progress bar, and prints the end of the file if the rank fails.
     """
     spec = spec_type(**json.loads(Path(path).read_text()))
     rank = read_placement().rank

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENTS = 8
 SPEEDS = (1.0, 0.25)
-# Real devices: a first look at their speeds, and how long the slower one may take.
+# Real devices: duration of the speed probe, and time limit of the slower device.
 PROBE_S = 4.0
 SLOWEST_S = 90.0
 PROBE_SAMPLES = 32_000
@@ -37,9 +37,9 @@ class DemoConfig:
     """Settings of the demo.
 
     Attributes:
-        out: directory for table and trace; made if absent.
+        out: directory for table and trace; created if absent.
         text: file or directory to learn; None for the standard library's sources.
-        seconds: how long both devices together would train, at their summed speed.
+        seconds: training time of both devices together, at their summed speed.
 
     Raises:
         ConfigError: the seconds are not positive.
@@ -55,7 +55,7 @@ class DemoConfig:
 
 
 def choose_devices() -> Devices:
-    """Two unequal accelerators, one beside the CPU, or two emulated devices."""
+    """Chooses two unequal accelerators, one and the CPU, or two emulated devices."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(count)]
     for index, name in enumerate(names):
@@ -67,10 +67,10 @@ def choose_devices() -> Devices:
 
 
 def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
-    """Checks text and directory, and decides how many samples to train on.
+    """Checks text and directory, and computes the number of samples.
 
     Returns:
-        Samples of every contender, and where the text comes from.
+        Samples per contender, and the source of the text.
 
     Raises:
         ConfigError: the text is unusable, or the directory cannot be created.
@@ -92,15 +92,15 @@ def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
 
 
 def _source(config: DemoConfig, samples: int) -> str:
-    """Source of the text, which must have so many windows."""
+    """Source of the text; checks that it has this many windows."""
     return language_workload("gpt", GPT_MODEL, 0, samples, config.text).source
 
 
 def run_demo(config: DemoConfig) -> None:
-    """The command: trains, shows the table and what it means, and writes files.
+    """Runs the command: trains, prints table and explanation, and writes files.
 
     Raises:
-        ConfigError: something is wrong with the settings; nothing was trained.
+        ConfigError: a setting is wrong; nothing was trained.
         RemoteRankError: a contender failed.
     """
     devices = choose_devices()
@@ -131,7 +131,7 @@ def _spec(config: DemoConfig, samples: int, **settings: Any) -> ContenderSpec:
 def run_contenders(
     config: DemoConfig, devices: Devices, samples: int, progress: TaskProgress
 ) -> dict[str, ContenderRun]:
-    """All contenders; the devices alone run at the same time, each on its own."""
+    """Runs all contenders; the solo devices run at the same time, each on its own."""
     alone = [f"alone on device {index}" for index in range(devices.count)]
     plan: dict[str, tuple[list[str], dict[str, Any]]] = {
         "solo": (alone, {"kind": "solo"}),

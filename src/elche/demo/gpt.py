@@ -17,12 +17,12 @@ class GPTConfig:
 
     Attributes:
         vocabulary: number of symbols.
-        context: most symbols in a sequence.
+        context: maximum number of symbols in a sequence.
         width: features of a position; a multiple of `heads`.
         heads: attention heads.
         layers: transformer blocks.
-        ngram_orders: one table of hashed n-grams for each entry, the length of
-            the n-gram. Tables add parameters, and knowledge, at little compute.
+        ngram_orders: n-gram length of each table of hashed n-grams. Tables add
+            parameters, and knowledge, at little compute.
         ngram_rows: rows of each table.
     """
 
@@ -39,9 +39,9 @@ class GPTConfig:
 class GPT(nn.Module):
     """A decoder-only transformer, optionally with tables of hashed n-grams.
 
-    The tables are added after the blocks, some after each, and not at the input: their
-    gradients then appear throughout the backward pass, as a deep network's do. Maps
-    symbols (samples, positions), int64, to logits (samples, positions, vocabulary).
+    The tables are added after the blocks, not at the input: their gradients then appear
+    throughout the backward pass, as in a deep network. Maps symbols (samples,
+    positions), int64, to logits (samples, positions, vocabulary).
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -62,7 +62,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Logits of the symbol that follows each position."""
+        """Logits of the symbol after each position."""
         positions = torch.arange(symbols.shape[1], device=symbols.device)
         hidden = self.symbols(symbols) + self.positions(positions)
         buckets = hash_ngrams(symbols, self.config.ngram_orders, self.config.ngram_rows)
@@ -75,10 +75,10 @@ class GPT(nn.Module):
 
 
 def hash_ngrams(symbols: Tensor, orders: Sequence[int], rows: int) -> list[Tensor]:
-    """Row of each order's hash table, in [0, rows), by the n-gram at each position.
+    """Row in each order's hash table, in [0, rows), of the n-gram at each position.
 
-    Symbols before the first position count as a symbol of their own; tables of the same
-    order get different hashes.
+    Positions before the first count as a separate symbol; tables of the same order use
+    different hashes.
     """
     buckets = []
     for salt, order in enumerate(orders):

@@ -19,18 +19,18 @@ _SECONDS, _SAMPLES = 0, 1
 
 
 class DemoOutcome:
-    """Results of the contenders, compared.
+    """Comparison of the contenders' results.
 
     Args:
-        devices: what they ran on.
-        runs: by name; `SOLO` holds a device alone on every rank.
+        devices: devices of the comparison.
+        runs: runs by name; `SOLO` has one device alone on every rank.
 
     Attributes:
-        title: heads the table.
-        target_loss: the worst final loss, which all reach that did not diverge.
-        table: a row per contender.
-        sentences: what the figures mean.
-        emulated: what was emulated.
+        title: title of the table.
+        target_loss: worst finite final loss, which all converging contenders reach.
+        table: one row per contender.
+        sentences: explanation of the figures.
+        emulated: description of the emulation.
     """
 
     def __init__(self, devices: Devices, runs: Mapping[str, ContenderRun]) -> None:
@@ -46,10 +46,10 @@ class DemoOutcome:
         self.emulated = _what_was_emulated(devices, [*runs.values()])
 
     def figures(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything for JSON.
+        """All figures for JSON output.
 
         Args:
-            facts: further ones about the run.
+            facts: further facts about the run.
         """
         solo = self._runs[SOLO]
         return {
@@ -67,7 +67,7 @@ class DemoOutcome:
 
 
 def _curves(runs: Mapping[str, ContenderRun]) -> Mapping[str, Curve]:
-    """The contenders' evaluations; each device alone is one."""
+    """Evaluations of the contenders; each solo device is a separate contender."""
     solo = runs[SOLO]
     alone = {f"{SOLO}-{r}": solo.curve(r) for r in range(len(solo.ranks))}
     return alone | {name: run.curve() for name, run in runs.items() if name != SOLO}
@@ -111,7 +111,7 @@ def _table(
 
 
 def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None:
-    """Seconds or samples until the loss, interpolated; None if never."""
+    """Seconds or samples until the loss, interpolated; None if it is not reached."""
     if target_loss is None:
         return None
     return time_to_loss([(point[axis], point[2]) for point in curve], target_loss)
@@ -120,7 +120,7 @@ def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None
 def _sentences(
     table: Sequence[ContenderResult], target_loss: float | None
 ) -> list[str]:
-    """Two or three sentences on what a user gains, computed from the figures."""
+    """Two or three sentences on the user's gain, computed from the figures."""
     rows = {row.name: row for row in table}
     ours = [row for row in table if row.name.startswith("elche")]
     alone = [row for row in table if row.name.startswith(SOLO)]
@@ -149,7 +149,7 @@ def _sentences(
 
 
 def _what_was_emulated(devices: Devices, runs: Sequence[ContenderRun]) -> str:
-    """The demo's last word: what was real, what was not, and how well it held."""
+    """The demo's closing text: the emulated and real parts, and the accuracy."""
     together = "The runs alone trained at the same time, each on its own device."
     if not devices.emulated:
         return f"Nothing was emulated: {_in_words(runs[0].devices)}. {together}"
@@ -175,7 +175,7 @@ def _in_words(names: Sequence[str]) -> str:
 
 
 def _compared(ours: ContenderResult, theirs: ContenderResult) -> str:
-    """``1.21 times as fast as``, by the time to the loss."""
+    """Phrase like ``1.21 times as fast as``, by the time to the loss."""
     if not ours.time_to_loss_s or not theirs.time_to_loss_s:
         return "not comparable with"
     factor = theirs.time_to_loss_s / ours.time_to_loss_s

@@ -36,9 +36,9 @@ class Corpus:
     """Encoded text in two disjoint parts.
 
     Attributes:
-        train: symbols to train on, int64 of shape (characters,).
-        held_out: symbols to evaluate on, of other files where there are several.
-        source: where the text comes from, for a report.
+        train: training symbols, int64 of shape (characters,).
+        held_out: evaluation symbols, from other files if there are several.
+        source: description of the text, for a report.
     """
 
     train: Tensor
@@ -47,16 +47,16 @@ class Corpus:
 
 
 def load_corpus(path: Path | None = None, max_chars: int = 4_000_000) -> Corpus:
-    """Read a text and split it into a training and a held-out part.
+    """Reads a text and splits it into a training and a held-out part.
 
     Args:
-        path: a text file, of which the last tenth is held out, or a directory,
-            of whose files every tenth is. None reads the sources of the running
-            interpreter's standard library, without tests and bundled packages.
-        max_chars: stop reading after this many characters.
+        path: a text file, with its last tenth held out, or a directory, with every
+            tenth file held out. None reads the sources of the running interpreter's
+            standard library, without tests and bundled packages.
+        max_chars: maximum number of characters to read.
 
     Raises:
-        ConfigError: if there is no text, or it cannot be read.
+        ConfigError: there is no text, or it cannot be read.
     """
     if path is not None and not path.is_dir():
         text = _read(path, max_chars)
@@ -81,7 +81,7 @@ def load_corpus(path: Path | None = None, max_chars: int = 4_000_000) -> Corpus:
 
 
 def encode(text: str) -> Tensor:
-    """Symbols of `text`, one per character: int64 in [0, VOCABULARY_SIZE)."""
+    """Encodes `text`, one symbol per character: int64 in [0, VOCABULARY_SIZE)."""
     if not text:
         return torch.empty(0, dtype=torch.int64)
     raw = bytearray(_OTHERS.sub("\x7f", text).encode("ascii"))
@@ -92,12 +92,12 @@ def encode(text: str) -> Tensor:
 class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     """Windows of text at fixed, evenly spaced offsets.
 
-    Item i is (x, y): `context` symbols and the symbols that follow each of them,
-    both int64 of shape (context,). Windows overlap where `num_samples` asks for
-    more than fit side by side.
+    Item i is (x, y): `context` symbols and the symbol after each of them, both int64 of
+    shape (context,). Windows overlap if `num_samples` exceeds the number of disjoint
+    windows.
 
     Raises:
-        ConfigError: if the text has fewer than `num_samples` windows.
+        ConfigError: the text has fewer than `num_samples` windows.
     """
 
     def __init__(self, symbols: Tensor, context: int, num_samples: int) -> None:
@@ -125,7 +125,7 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _files(root: Path, suffix: str) -> list[Path]:
-    """Files below `root` in an order that is mixed, but the same everywhere."""
+    """Files below `root` in a shuffled order that is the same everywhere."""
     found: list[Path] = []
     for directory, below, files in os.walk(root):
         below[:] = [name for name in below if name not in _SKIPPED_DIRECTORIES]
@@ -142,7 +142,7 @@ def _texts(files: list[Path], max_chars: int) -> Iterator[str]:
         if left <= 0:
             return
         text = _read(path, left)
-        if "\0" not in text:  # not an image, an archive, …
+        if "\0" not in text:  # skip binary files
             left -= len(text)
             yield text
 

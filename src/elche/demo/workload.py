@@ -20,22 +20,22 @@ from elche.demo.text import VOCABULARY_SIZE, CharDataset, load_corpus
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 BATCH_SIZE = 32
-"""Samples of a batch, where a workload has no size of its own."""
+"""Default samples per batch of a workload."""
 _EVAL_BATCH_SIZE = 128
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with everything that is needed to train and to judge it.
+    """A model with its data, loss and optimizer.
 
     Attributes:
-        name: of it.
-        seed: what the initial parameters and the samples are drawn from.
-        learning_rate: of `optimizer_fn`; tuned for one device and batch size 32.
-        train_dataset: map-style; items are (input, target).
-        eval_batches: the held-out set.
-        source: what the data are, for a report.
-        network_fn: makes the network; its parameters are `model_fn`'s business.
+        name: name of the workload.
+        seed: seed of the initial parameters and the order of samples.
+        learning_rate: learning rate, tuned for one device and batch size 32.
+        train_dataset: map-style data set with items (input, target).
+        eval_batches: batches of the held-out set.
+        source: description of the data, for a report.
+        network_fn: makes the network; `model_fn` seeds its parameters.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Workload:
     network_fn: Callable[[], nn.Module]
 
     def model_fn(self) -> nn.Module:
-        """A new model, the same at every call; global random state is kept."""
+        """Makes the same new model at every call; global random state is kept."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return self.network_fn()
 
     def optimizer_fn(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """AdamW; fused, because unfused it costs as much as the whole backward."""
+        """Makes an AdamW; fused, because unfused it costs as much as the backward."""
         return AdamW(
             parameters,
             lr=self.learning_rate,
@@ -63,12 +63,12 @@ class Workload:
         )
 
     def loss_fn(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy of a batch, in nats: a scalar."""
+        """Mean cross-entropy of a batch in nats, as a scalar."""
         logits: Tensor = model(batch[0])
         return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
     def evaluate(self, model: nn.Module) -> float:
-        """Mean loss over the held-out set, of a model in training."""
+        """Mean loss over the held-out set; returns the model to training mode."""
         device = next(model.parameters()).device
         model.eval()
         total, samples = 0.0, 0
@@ -83,7 +83,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A network of the next character; ``context`` characters are its input."""
+    """A network that predicts the next character from ``context`` characters."""
 
     network_fn: Callable[[], nn.Module]
     learning_rate: float
@@ -96,7 +96,7 @@ GPT_MODEL = LanguageModel(
     learning_rate=3e-3,
     context=GPTConfig.context,
 )
-"""The demo's, of 2.4 million parameters."""
+"""The demo's model, with 2.4 million parameters."""
 
 
 def language_workload(
@@ -106,7 +106,7 @@ def language_workload(
     num_samples: int,
     text: Path | None = None,
 ) -> Workload:
-    """A model that learns a text: a file, a directory, or the standard library.
+    """Workload that learns a text: a file, a directory, or the standard library.
 
     Raises:
         ConfigError: the text is missing or too short.
@@ -126,7 +126,7 @@ def language_workload(
 
 
 def split_batches(inputs: Tensor, targets: Tensor) -> tuple[Batch, ...]:
-    """Batches of a held-out set."""
+    """Splits a held-out set into batches."""
     size = _EVAL_BATCH_SIZE
     parts = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
     return tuple(parts)
@@ -136,7 +136,7 @@ def learning_rate_scale(progress: float) -> float:
     """Factor on the learning rate: a short linear warm-up, then a linear decay.
 
     Args:
-        progress: samples trained on over samples of the whole run, 0 to 1.
+        progress: trained samples as a fraction of the whole run's, 0 to 1.
     """
     warmup, floor = 0.05, 0.02
     return max(floor, min(progress / warmup, 1 - progress))
@@ -151,8 +151,8 @@ def split_edges(batch_size: int, shares: Sequence[float]) -> list[int]:
 class SegmentSampler(Sampler[int]):
     """One shuffled order of the whole set, yielded in consecutive parts.
 
-    Each iteration yields the next part, so a run of several parts sees every sample
-    once, whoever trains it.
+    Each iteration yields the next part, so all parts together yield every sample once,
+    on any rank.
     """
 
     def __init__(self, num_samples: int, segments: int, seed: int) -> None:
@@ -174,7 +174,7 @@ Order = RandomSampler | SegmentSampler
 
 
 class SplitBatches(Sampler[list[int]]):
-    """Each rank's part of every global batch, by fixed shares."""
+    """This rank's part of every global batch, by fixed shares."""
 
     def __init__(
         self, sampler: Order, batch_size: int, shares: Sequence[float], rank: int
@@ -184,7 +184,7 @@ class SplitBatches(Sampler[list[int]]):
 
     @property
     def part_size(self) -> int:
-        """Samples of this rank in every batch."""
+        """Samples of this rank per batch."""
         return int(self._part.stop - self._part.start)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""Epochs of a run in a loop that counts batches."""
+"""A run's epochs in a loop that counts batches."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class CountedEpochs:
-    """The loader of a run for a loop that never asks for a batch after the last.
+    """Loader of a run for a loop that never requests a batch after the last.
 
-    Without that, elche's epoch would continue until the next one begins, through
-    evaluation. `end` is called when a batch has been trained on.
+    elche's epoch would otherwise stay open until the next one begins, through
+    evaluation. Call `end` after each trained batch.
 
     Args:
-        loader: of the loop's framework; gives length and attributes.
-        batches: what is iterated over.
+        loader: loader of the loop's framework, for length and attributes.
+        batches: iterable of the run's batches.
 
     Attributes:
         loader: as given.
@@ -25,7 +25,7 @@ class CountedEpochs:
         self.loader = loader
         self.batches = batches
         self._epoch: Any = None
-        self._left = -1  # batches; -1 where no epoch is open, or its length is unknown
+        self._left = -1  # batches left; -1 without an open epoch or a known length
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -51,19 +51,19 @@ class CountedEpochs:
         return batch
 
     def end(self) -> None:
-        """Ends the epoch on all ranks if its last batch is done, which they hold."""
+        """Ends the epoch on all ranks if its last batch is done."""
         if self._left == 0:
-            if self._epoch is not None:  # else there was no batch to ask for
+            if self._epoch is not None:  # else the epoch has no batches
                 next(self._epoch, None)
             self._left = -1
 
     @property
     def is_under_way(self) -> bool:
-        """True if an epoch has not come to its end."""
+        """True while an epoch has not reached its end."""
         return self._left >= 0
 
     def leave(self) -> None:
-        """Ends the epoch, or leaves it where batches are left."""
+        """Ends the epoch, or abandons it if batches are left."""
         self.end()
         self._left = -1
         epoch, self._epoch = self._epoch, None

@@ -31,13 +31,13 @@ from elche.session.options import SetupOptions
 
 
 class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
-    """Trains what `Fabric.setup` is given with `elche.setup`.
+    """Trains the model of `Fabric.setup` with `elche.setup`.
 
     Args:
         checkpoint_io: as in other strategies of Fabric.
-        precision: likewise.
-        weight_of: what a batch weighs; see `elche.setup`.
-        samples_per_epoch: of an IterableDataset; see `elche.setup`.
+        precision: as in other strategies of Fabric.
+        weight_of: weight of a batch; see `elche.setup`.
+        samples_per_epoch: epoch length of an IterableDataset; see `elche.setup`.
         **options: fields of `elche.RunConfig`; the policy is ``sync``.
 
     Raises:

@@ -6,9 +6,9 @@
 
     trainer = lightning.Trainer(strategy="elche", max_epochs=5)
 
-started by ``elche run script.py``. Each rank runs its own Trainer on its own device;
+started by ``elche run script.py``. Each rank runs its own Trainer on its own device.
 elche divides every batch of the training loader, and reduces gradients during backward.
-Model, optimizer and loader meet when Lightning has asked for the training loader.
+Setup is delayed until Lightning has requested the training loader.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from elche.session.process import failing_together, shutdown
 class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
     """Trains a LightningModule with `elche.setup`.
 
-    Validation, test and prediction run over the whole of their loaders on every rank,
-    as on one device. ``trainer.save_checkpoint`` writes on rank 0.
+    Validation, test and prediction run over their whole loaders on every rank, as on
+    one device. ``trainer.save_checkpoint`` writes on rank 0.
 
     Args:
         checkpoint_io: as in other strategies of Lightning.
-        precision_plugin: likewise.
-        weight_of: what a batch weighs; see `elche.setup`.
-        samples_per_epoch: of an IterableDataset; see `elche.setup`.
+        precision_plugin: as in other strategies of Lightning.
+        weight_of: weight of a batch; see `elche.setup`.
+        samples_per_epoch: epoch length of an IterableDataset; see `elche.setup`.
         **options: fields of `elche.RunConfig`; the policy is ``sync``.
 
     Raises:
@@ -72,7 +72,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True if what is logged with ``sync_dist=True`` is reduced."""
+        """True if values logged with ``sync_dist=True`` are reduced."""
         return bool(self.world_size > 1)
 
     @override
@@ -109,12 +109,12 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
                 f"{type(dataloader).__name__}; elche divides its batches"
             )
         self._batches = CountedEpochs(dataloader, dataloader)
-        if self.optimizers:  # else configure_optimizers() asks how many steps there are
+        if self.optimizers:  # else configure_optimizers() has requested the length
             self.share_batches()
         return self._batches
 
     def share_batches(self) -> None:
-        """Model, optimizer and loader meet, unless they have."""
+        """Runs `elche.setup` on model, optimizer and loader, once."""
         batches, module = self._batches, self.lightning_module
         if batches is None or isinstance(batches.loader, RunLoader):
             return
@@ -124,7 +124,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
         batches.loader = batches.batches = shared
 
     def leave_epoch(self) -> None:
-        """Ends the epoch, or leaves it where batches are left."""
+        """Ends the epoch, or abandons it if batches are left."""
         if self._batches is not None:
             self._batches.leave()
 

@@ -1,8 +1,8 @@
-"""Batches of whole optimizer steps, out of a loader of micro-batches.
+"""Batches of whole optimizer steps, made from a loader of micro-batches.
 
-A loop that accumulates gradients takes several batches of its loader for one optimizer
-step. Here the ranks share out the step: each collates its part of the step's samples in
-micro-batches of at most the loader's ``batch_size``, with what each of these counts.
+A loop that accumulates gradients reads several batches per optimizer step. Here the
+ranks share the step: each collates its part of the step's samples into micro-batches of
+at most the loader's ``batch_size``, with the number of items in each.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StepBatch(NamedTuple):
 
     Attributes:
         parts: micro-batches, as the loader collates them.
-        items: what the mean loss of each is a mean over: labels that count; or samples,
-            where the batch has no labels.
-        has_labels: whether these are labels.
+        items: divisor of each micro-batch's mean loss: counted labels, or samples if
+            the batch has no labels.
+        has_labels: whether `items` counts labels.
     """
 
     parts: list[Any]
@@ -37,7 +37,7 @@ class StepBatch(NamedTuple):
 
 
 def items_of(batch: StepBatch) -> float:
-    """Weight of the part among those of the other ranks; for ``weight_of``."""
+    """Weight of this rank's part of the step; for ``weight_of``."""
     return sum(batch.items)
 
 
@@ -47,11 +47,11 @@ class StepSampler(Sampler[list[Any]]):
 
     Args:
         batches: the loader's batch sampler.
-        count: batches of a step; fewer in an epoch's last.
+        count: batches per step; an epoch's last step may have fewer.
 
     Attributes:
         count: as given.
-        skipped: batches to leave out at the start of an epoch.
+        skipped: number of batches to skip at the start of an epoch.
     """
 
     def __init__(self, batches: Iterable[list[Any]], count: int) -> None:
@@ -73,10 +73,10 @@ class StepCollate:
     """Collates the samples of a step's part in micro-batches, and counts their items.
 
     Attributes:
-        collate: of a micro-batch.
-        most_samples: of a micro-batch; None: any.
-        shifts_labels: the loss predicts each label from those before it, so that the
-            first of a row counts nowhere.
+        collate: collate function for a micro-batch.
+        most_samples: most samples per micro-batch; None for no limit.
+        shifts_labels: whether the loss predicts each label from the ones before it, so
+            that the first label of a row does not count.
     """
 
     collate: Callable[[Any], Any]
@@ -84,7 +84,7 @@ class StepCollate:
     shifts_labels: bool
 
     def __call__(self, samples: Sequence[Any]) -> StepBatch:
-        """The part of a step that has these samples."""
+        """Collates these samples into the part of a step."""
         most = self.most_samples or len(samples)
         cut = [samples[at : at + most] for at in range(0, len(samples), most)]
         parts = [self.collate(each) for each in cut]
@@ -95,7 +95,7 @@ class StepCollate:
         return StepBatch(parts, [float(len(each)) for each in cut], False)
 
     def _labels_of(self, part: Any) -> float | None:
-        """Labels that count; None where there is no tensor of labels."""
+        """Number of counted labels; None without a tensor of labels."""
         labels = part.get("shift_labels") if hasattr(part, "get") else None
         if labels is None and hasattr(part, "get"):
             labels = part.get("labels")
@@ -112,15 +112,15 @@ def step_loader(
     """A loader of optimizer steps over the same data, with the same workers.
 
     Args:
-        loader: of micro-batches.
-        count: micro-batches of a step.
+        loader: loader of micro-batches.
+        count: micro-batches per step.
         shifts_labels: as in `StepCollate`.
 
     Returns:
-        The loader, and its sampler; None for that of an IterableDataset.
+        The loader, and its sampler; the sampler is None for an IterableDataset.
 
     Raises:
-        ConfigError: micro-batches of this loader have no fixed size to keep within.
+        ConfigError: the loader's micro-batches have no fixed size.
     """
     size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
     if count > 1 and not isinstance(size, int):
@@ -156,12 +156,12 @@ def step_loader(
 
 @final
 class StepEpochs(CountedEpochs):
-    """The train loader of a loop that iterates for itself and counts micro-batches.
+    """Train loader for a loop that iterates by itself and counts micro-batches.
 
     Args:
-        loader: of the loop's framework; what is not said here is its own.
-        steps: what `elche.setup` returned for `step_loader`'s.
-        sampler: of that loader.
+        loader: loader of the loop's framework, for all other attributes.
+        steps: return value of `elche.setup` for `step_loader`'s loader.
+        sampler: sampler of that loader.
     """
 
     def __init__(self, loader: Any, steps: Any, sampler: StepSampler | None) -> None:
@@ -177,6 +177,6 @@ class StepEpochs(CountedEpochs):
         return self
 
     def skip(self, batches: int) -> StepEpochs:
-        """Leaves out micro-batches at the start of the next epoch: whole steps."""
+        """Skips micro-batches at the start of the next epoch; only whole steps."""
         self._skipped = batches
         return self

@@ -21,17 +21,17 @@ from elche.session.setup import setup
 
 
 class RankStrategy(ABC):
-    """One rank of a run under `sync`, before a strategy for a single device.
+    """One rank of a run under `sync`, mixed into a single-device strategy.
 
-    Small values travel between ranks (barriers, decisions, paths, metrics) through host
-    memory in a gloo group, on whatever devices the ranks train, and as msgpack, so that
-    nothing received is unpickled.
+    Small values (barriers, decisions, paths, metrics) are exchanged through host memory
+    in a gloo group, whatever devices the ranks train on. They are packed by msgpack, so
+    that nothing received is unpickled.
 
     Attributes:
         accelerators: the framework's class for each type of device.
         global_rank: this rank.
-        local_rank: the same; frameworks name devices by it.
-        world_size: ranks of the run.
+        local_rank: this rank, too; frameworks name devices by it.
+        world_size: number of ranks of the run.
     """
 
     accelerators: ClassVar[dict[str, Callable[[], Any]]]
@@ -52,14 +52,14 @@ class RankStrategy(ABC):
         self.world_size = ranks.world_size()
 
     def share(self, module: Any, optimizer: Optimizer, loader: DataLoader[Any]) -> Any:
-        """`elche.setup`; returns this rank's loader."""
+        """Calls `elche.setup`; returns this rank's loader."""
         given: dict[str, Any] = {"config": self._config, **self._given}
         return setup(module, optimizer, loader, **given)[2]
 
     def meet(self) -> Any:
-        """Group of several ranks, which they form together at the first call.
+        """Returns the ranks' gloo group; the first call forms it on all ranks.
 
-        Where torch has no default group it is created, because torchmetrics reduces in
+        Creates torch's default group if there is none, because torchmetrics reduces in
         it.
         """
         if self._group is None and self.world_size > 1:
@@ -83,19 +83,20 @@ class RankStrategy(ABC):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this is the rank that writes."""
+        """True on rank 0, which writes files."""
         return self.global_rank == 0
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits until every rank is here."""
+        """Waits until all ranks call it."""
         if self.world_size > 1:
             dist.barrier(self.meet())
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum, mean, least or greatest of a tensor over ranks; elementwise.
+        """Reduces a tensor over ranks elementwise: sum, mean, minimum or maximum.
 
         Args:
-            tensor: equal shapes on all ranks; what is no tensor comes back as it is.
+            tensor: tensor with equal shapes on all ranks; other values are returned
+                unchanged.
             group: not used.
             reduce_op: a name, or torch's ReduceOp.
         """
@@ -120,10 +121,10 @@ class RankStrategy(ABC):
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """The tensors of all ranks, stacked in the order of ranks, without gradient.
+        """Gathers the tensors of all ranks, stacked in rank order, without gradient.
 
         Raises:
-            ConfigError: a gradient is asked for, or ranks bring tensors of different
+            ConfigError: a gradient is requested, or ranks have tensors of different
                 shapes or dtypes.
         """
         if self.world_size == 1:
@@ -148,10 +149,10 @@ class RankStrategy(ABC):
         return torch.stack(parts).to(tensor.device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One rank's value of plain Python, on all ranks.
+        """Broadcasts one rank's plain Python value to all ranks.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is not plain Python.
         """
         if self.world_size == 1:
             return obj
@@ -175,7 +176,7 @@ class RankStrategy(ABC):
 
 
 def sync_config(options: Mapping[str, Any], framework: str) -> RunConfig:
-    """The run's settings for a framework whose ranks count the same steps.
+    """Settings of a run for a framework that counts the same steps on every rank.
 
     Raises:
         ConfigError: the policy trains windows, or an option is unknown or wrong.

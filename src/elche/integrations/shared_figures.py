@@ -1,4 +1,4 @@
-"""Figures shared beside gradients: rank 0's evaluation, and mean losses for a log."""
+"""Values shared besides gradients: rank 0's evaluation, and mean losses for logs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TICK_S = 20.0
 """Interval (s) of rank 0's messages to waiting ranks while it evaluates."""
 _END = "the end of rank 0's evaluation"
 MOST_STEPS = 256
-"""Steps whose losses are kept for one message."""
+"""Most steps whose losses are kept before they are reduced."""
 
 
 @final
 class MainEvaluation:
-    """Evaluation on rank 0, with the result on every rank; the others wait for it.
+    """Evaluates on rank 0 and sends the result to the waiting ranks.
 
     Args:
-        group: of the ranks.
+        group: process group of the ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -31,7 +31,7 @@ class MainEvaluation:
         self._ticked_s: float | None = None
 
     def run(self, evaluate: Callable[[], Any]) -> Any:
-        """Evaluates on rank 0; returns there and elsewhere what JSON makes of it."""
+        """Evaluates on rank 0; returns the result on all ranks, on others via JSON."""
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         text = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._group.rank == 0:
@@ -50,7 +50,7 @@ class MainEvaluation:
         return json.loads(text.numpy().tobytes())
 
     def tick(self) -> None:
-        """Rank 0 has evaluated another batch; elsewhere, and outside of it, nothing."""
+        """Notifies waiting ranks after a batch of rank 0's evaluation; else no-op."""
         now_s = time.monotonic()
         every_s = min(TICK_S, self._group.timeout_s / 4)
         if self._ticked_s is not None and now_s - self._ticked_s > every_s:
@@ -60,13 +60,13 @@ class MainEvaluation:
 
 @final
 class StepLosses:
-    """Sums the mean losses of steps, each weighted over the ranks as its gradient is.
+    """Sums the mean losses of steps, weighted over ranks like the gradients.
 
-    Every rank calls it alike.
+    Every rank makes the same calls.
 
     Args:
-        group: of the ranks.
-        hides_non_finite: a step's NaN or Inf counts as the mean of those beside it.
+        group: process group of the ranks.
+        hides_non_finite: replace a step's NaN or Inf by the mean of the finite steps.
     """
 
     def __init__(self, group: Group, *, hides_non_finite: bool) -> None:
@@ -77,18 +77,18 @@ class StepLosses:
         self._sum = 0.0
 
     def begin_step(self, weight: float) -> None:
-        """A step of which this rank's part weighs so much."""
+        """Begins a step in which this rank's part has this weight."""
         if len(self._losses) >= MOST_STEPS:
             self._reduce()
         self._weights.append(weight)
         self._losses.append(torch.zeros((), device="cpu"))
 
     def add(self, loss: torch.Tensor) -> None:
-        """Adds a micro-batch to the mean loss of this rank's part, without a wait."""
+        """Adds a micro-batch's part of this rank's mean loss, without a device sync."""
         self._losses[-1] = self._losses[-1].to(loss.device) + loss
 
     def take(self) -> float:
-        """The sum over the steps since the last call."""
+        """Returns the sum over the steps since the last call."""
         self._reduce()
         total, self._sum = self._sum, 0.0
         return total

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer on unequal devices, under `sync`.
 
-The Trainer's own loop runs on every rank, in a process that Accelerate takes for the
-only one. A batch of it is this rank's part of an optimizer step (`optimizer_steps`),
-whose gradients are reduced once, in the last backward pass of the step.
+The Trainer's own loop runs on every rank, in a process that Accelerate treats as the
+only one. A batch of the loop is this rank's part of an optimizer step
+(`optimizer_steps`). Gradients are reduced once, in the step's last backward pass.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
-"""Environment variables by which Accelerate learns of other ranks."""
+"""Environment variables from which Accelerate detects other ranks."""
 REFUSED_ARGUMENTS = {
     "deepspeed": "it shards the model itself",
     "fsdp": "it shards the model itself",
@@ -69,16 +69,16 @@ REFUSED_ARGUMENTS = {
     "enable_jit_checkpoint": "a signal to one rank would save there alone",
     "include_num_input_tokens_seen": "it counts the tokens of one rank",
 }
-"""Arguments that cannot work on several ranks of elche, and why."""
+"""Arguments that are unsupported on several ranks, with the reason."""
 
 
 class ElcheArgumentsMixin(_Arguments):
-    """Training arguments of one rank: its device, and Accelerate alone in its process.
+    """Training arguments of one rank, with a single-process Accelerate state.
 
-    For arguments of your own: ``class Args(ElcheArgumentsMixin, SFTConfig)``.
+    For custom arguments: ``class Args(ElcheArgumentsMixin, SFTConfig)``.
 
     Raises:
-        ConfigError: an argument is set that cannot work on several ranks.
+        ConfigError: an argument is unsupported on several ranks.
     """
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class ElcheArgumentsMixin(_Arguments):
                 "train_sampling_strategy='batch_rebalance' out"
             )
         super().__post_init__()
-        # Else Accelerate's main process would read streams for the others.
+        # Otherwise Accelerate's main process would read streams for other ranks.
         self.accelerator_config.dispatch_batches = False
 
     @cached_property
@@ -125,19 +125,19 @@ class ElcheTrainingArguments(ElcheArgumentsMixin, TrainingArguments):
 class ElcheTrainerMixin(_Trainer):
     """Shares each optimizer step of a Trainer among the ranks of this run.
 
-    For a Trainer of your own: ``class Mine(ElcheTrainerMixin, SFTTrainer)``. A step's
-    global batch is ``per_device_train_batch_size * gradient_accumulation_steps``, as on
-    one device; a rank's share runs in micro-batches of ``per_device_train_batch_size``.
-    The loss of a micro-batch is to be a mean: ``num_items_in_batch`` is the labels of
-    that micro-batch, and elche weighs it by them.
+    For a custom Trainer: ``class Mine(ElcheTrainerMixin, SFTTrainer)``. A step's global
+    batch is ``per_device_train_batch_size * gradient_accumulation_steps``, as on one
+    device; a rank's share runs in micro-batches of ``per_device_train_batch_size``. The
+    loss of a micro-batch must be a mean: ``num_items_in_batch`` is the number of labels
+    in that micro-batch, by which elche weights it.
 
     Args:
-        *args: of the Trainer.
+        *args: arguments of the Trainer.
         elche_config: the run's settings; policy ``"sync"``.
-        **kwargs: of the Trainer.
+        **kwargs: arguments of the Trainer.
 
     Raises:
-        ConfigError: a setting cannot work on several ranks.
+        ConfigError: a setting is unsupported on several ranks.
     """
 
     def __init__(
@@ -153,18 +153,18 @@ class ElcheTrainerMixin(_Trainer):
         self._epochs: StepEpochs | None = None
         self._step_losses: StepLosses | None = None
         self._main_evaluation: MainEvaluation | None = None
-        # Of the micro-batches to come in this step: the part of the step's loss, 0 for
-        # an empty one, and the labels that count.
+        # Per remaining micro-batch of the step: its share of the loss (0 if empty), and
+        # its number of counted labels.
         self._shares: list[tuple[float, float | None]] = []
         super().__init__(*args, **kwargs)
         if read_placement().world_size > 1:
             self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """Refuses what several ranks cannot do.
+        """Rejects settings that are unsupported on several ranks.
 
         Raises:
-            ConfigError: says what.
+            ConfigError: a setting is unsupported; the message names it.
         """
         if not isinstance(self.args, ElcheArgumentsMixin):
             raise ConfigError(
@@ -185,7 +185,7 @@ class ElcheTrainerMixin(_Trainer):
             )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the Trainer does; the run ends with it, on all ranks."""
+        """Trains as the Trainer does, then ends the run on all ranks."""
         with failing_together():
             result = super().train(*args, **kwargs)
         shutdown()
@@ -193,7 +193,7 @@ class ElcheTrainerMixin(_Trainer):
         return result
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Searches as the Trainer does, on one rank only."""
+        """Searches as the Trainer does; allowed on one rank only."""
         if read_placement().world_size > 1:
             raise ConfigError(
                 "hyperparameter_search would draw other parameters on each rank; run "
@@ -224,8 +224,8 @@ class ElcheTrainerMixin(_Trainer):
         return model, self._epochs
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        # To go on inside an epoch the Trainer asks Accelerate for another loader of the
-        # same data, which would not be shared.
+        # To resume inside an epoch the Trainer requests another loader of the same data
+        # from Accelerate, which would not be shared.
         with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
             super()._run_epoch(**kwargs)
         if self._epochs is not None and self._epochs.is_under_way:
@@ -239,9 +239,9 @@ class ElcheTrainerMixin(_Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[StepBatch], num_batches: int, device: Any
     ) -> tuple[list[Any], None]:
-        """This rank's part of a step, in as many batches as the loop counts.
+        """Returns this rank's part of a step as ``num_batches`` batches.
 
-        Some of these are empty where the part has fewer micro-batches.
+        Pads with empty batches if the part has fewer micro-batches.
         """
         batch = next(epoch_iterator, None)
         if batch is None:
@@ -261,13 +261,13 @@ class ElcheTrainerMixin(_Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Adds the gradient of a micro-batch; the step's last one reduces them all."""
+        """Adds a micro-batch's gradient; the step's last one starts the reduction."""
         share, items = self._shares.pop(0)
         if not share:
             return torch.zeros((), device=self.args.device)
         if items is not None:
             num_items_in_batch = torch.tensor(items, device=self.args.device)
-        # The loss is a mean over the micro-batch, and counts by its part of the step.
+        # The loss is a mean over the micro-batch, weighted by its share of the step.
         self.loss_is_scaled_for_ga = False
         self.current_gradient_accumulation_steps = 1.0 / share
         if (run := current_run()) is not None:
@@ -278,11 +278,11 @@ class ElcheTrainerMixin(_Trainer):
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Operations of a micro-batch, which may be empty."""
+        """Floating point operations of a micro-batch, which may be empty."""
         return int(super().floating_point_ops(inputs)) if inputs else 0
 
     def store_flos(self) -> None:
-        """Adds up those of all ranks."""
+        """Sums the floating point operations of all ranks."""
         if (run := current_run()) is not None:
             flos = torch.tensor([self.current_flos], dtype=torch.float64, device="cpu")
             run.worker.group.all_reduce(flos, "summing floating point operations")
@@ -306,12 +306,12 @@ class ElcheTrainerMixin(_Trainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _set_mean_loss(self, tr_loss: torch.Tensor) -> None:
-        """Replaces the sum of this rank's losses by that of the steps'."""
+        """Replaces the sum of this rank's losses by that of the steps' mean losses."""
         if self._step_losses is not None:
             tr_loss.fill_(self._step_losses.take())
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """In training on rank 0, whose metrics the others take over; else on each."""
+        """In training evaluates on rank 0 and shares the metrics; else on each rank."""
         evaluation, evaluate = self._main_evaluation, super().evaluation_loop
         if evaluation is None:
             return evaluate(*args, **kwargs)
@@ -325,7 +325,7 @@ class ElcheTrainerMixin(_Trainer):
         return made[0] if made else EvalLoopOutput(None, None, metrics, samples)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predicts as the Trainer does; in training it notifies the other ranks."""
+        """Predicts as the Trainer does; in training it notifies the waiting ranks."""
         if self._main_evaluation is not None:
             self._main_evaluation.tick()
         return super().prediction_step(*args, **kwargs)
@@ -333,7 +333,7 @@ class ElcheTrainerMixin(_Trainer):
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
-        """Saves on the main rank; a checkpoint of training is there for all then."""
+        """Saves on the main rank; all ranks wait for a checkpoint of training."""
         super().save_model(output_dir, _internal_call)
         if _internal_call and current_run() is not None:
             ranks.barrier()
@@ -343,7 +343,7 @@ class ElcheTrainerMixin(_Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Rank 0's; the others keep their own, so that no masks are drawn twice."""
+        """Loads on rank 0; others keep their state, so that no ranks share masks."""
         if ranks.is_main_process():
             super()._load_rng_state(checkpoint)
 

@@ -1,4 +1,4 @@
-"""A run's progress at the bottom of the terminal, beneath what its ranks print."""
+"""A run's progress at the bottom of the terminal, below its ranks' output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from elche.monitor.run_view import RunView
 
 @final
 class LiveRun:
-    """Draws a run on standard error; from one thread.
+    """Draws a run on standard error; use from one thread.
 
-    It is drawn anew at each tick of the coordinator, and taken away at the end. What
-    ranks print must come through :meth:`print_line`, or it is torn.
+    Redraws the view at each tick of the coordinator, and removes it at the end. Ranks'
+    output must be printed by :meth:`print_line`, or it garbles the view.
 
     Args:
-        console: instead of standard error.
+        console: console to use instead of standard error.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -36,7 +36,7 @@ class LiveRun:
         )
 
     def see(self, message: Event | Instruction) -> None:
-        """Takes a message between a rank and the coordinator."""
+        """Updates the view by a message between a rank and the coordinator."""
         self._view.see(message)
         is_begun = self._live.is_started or self._view.is_training
         if isinstance(message, Tick) and is_begun:
@@ -46,17 +46,17 @@ class LiveRun:
             self._live.update(shown, refresh=True)
 
     def print_line(self, line: str) -> None:
-        """Prints a line of a rank, as it is."""
+        """Prints a line of a rank unchanged."""
         self._console.print(
             line, markup=False, highlight=False, emoji=False, soft_wrap=True
         )
 
     def close(self) -> None:
-        """Takes the view away."""
+        """Removes the view."""
         self._live.stop()
 
 
 def open_display() -> LiveRun | None:
-    """Draws on standard error, if the terminal there is able to."""
+    """Opens a display on standard error, or None on a dumb terminal."""
     console = Console(stderr=True)
     return None if console.is_dumb_terminal else LiveRun(console)

@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class TaskProgress:
-    """Progress of named tasks: bars that rich draws, or lines in the log.
+    """Progress of named tasks: rich's progress bars, or log lines.
 
-    On standard error, if that is a terminal, or in a notebook. Elsewhere each task has
-    a line in the log at its beginning, now and then, and at its end. A context manager,
-    for one thread.
+    Draws bars on standard error if that is a terminal, or in a notebook. Elsewhere each
+    task logs a line at its start, at intervals, and at its end. Use as a context
+    manager, from one thread.
 
     Args:
-        console: to draw on, whatever standard error is.
-        interval_s: least seconds between two lines of a task.
+        console: console to draw on, even if standard error is no terminal.
+        interval_s: minimum seconds between two lines of a task.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TaskProgress:
             TextColumn("{task.fields[detail]}", style="dim", markup=False),
             console=shown,
             get_time=time.monotonic,
-            redirect_stdout=sys.stdout.isatty(),  # else lines of a file would go there
+            redirect_stdout=sys.stdout.isatty(),  # a redirected stdout keeps its lines
         )
         if self._is_drawn:
             self._bars.start()
@@ -61,12 +61,12 @@ class TaskProgress:
         self.close()
 
     def start(self, task: str, total: float | None) -> None:
-        """Begins a task of ``total`` samples, or whatever is counted; None: unknown."""
+        """Starts a task of ``total`` samples (or other units); None if unknown."""
         self._ids[task] = self._bars.add_task(task, total=total, detail="", logged_s=0)
         self._log(task, "started")
 
     def update(self, task: str, done: float, detail: str = "") -> None:
-        """``done`` of the total is done; ``detail`` is a short remark."""
+        """Updates a task's amount done, with a short remark in ``detail``."""
         number = self._ids[task]
         self._bars.update(number, completed=done, detail=detail)
         shown = self._bars.tasks[number]
@@ -77,7 +77,7 @@ class TaskProgress:
             self._log(task, share, detail)
 
     def finish(self, task: str, detail: str = "") -> None:
-        """Ends a task, whatever was left of it."""
+        """Ends a task, complete or not."""
         number = self._ids[task]
         self._bars.update(number, detail=detail)
         self._bars.stop_task(number)
@@ -85,7 +85,7 @@ class TaskProgress:
         self._log(task, f"finished after {elapsed_s:.1f} s", detail)
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Releases the terminal."""
         if self._is_drawn:
             self._bars.stop()
 

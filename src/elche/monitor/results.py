@@ -18,20 +18,21 @@ from elche.monitor.run_view import aligned
 
 @dataclass(frozen=True, kw_only=True)
 class ContenderResult:
-    """Results of one way of training; None where it was not measured.
+    """Results of one way of training; None for values that were not measured.
 
     Attributes:
         name: the contender, for example ``solo-0``, ``ddp`` or ``elche-sync``.
-        samples_per_s: median over the runs.
+        samples_per_s: median throughput over the runs.
         samples_per_s_spread: relative spread over the runs, see `spread`.
-        efficiency: hardware efficiency, 1.0 being the sum of all devices alone.
-        bound: best possible efficiency of this way of training there.
-        sample_efficiency: samples that one device needs to the same loss over
-            those needed here.
+        efficiency: hardware efficiency; 1.0 is the sum of all devices alone.
+        bound: best possible efficiency of this way of training.
+        sample_efficiency: samples that one device needs to reach the same loss, divided
+            by this contender's.
         eval_loss: held-out loss at the end.
-        time_to_loss_s: seconds until the loss that all contenders are held to.
-        gain: time of the fastest device alone over this one's, to that loss.
-        note: a remark for the reader.
+        time_to_loss_s: seconds until the common target loss.
+        gain: time to that loss of the fastest device alone, divided by this
+            contender's.
+        note: remark for the reader.
     """
 
     name: str
@@ -47,7 +48,7 @@ class ContenderResult:
 
 
 def contenders_to_json(results: Sequence[ContenderResult]) -> dict[str, dict[str, Any]]:
-    """Fields by name, as the JSON holds them; numbers that it cannot hold are None."""
+    """Fields by name for JSON; non-finite numbers become None."""
     rows = [_finite(asdict(result)) for result in results]
     return {row.pop("name"): row for row in rows}
 
@@ -58,15 +59,15 @@ def print_table(
     """Prints the table as aligned text.
 
     Args:
-        results: a row each.
-        title: heads the table.
-        stream: standard output unless given.
+        results: one result per row.
+        title: title of the table.
+        stream: output stream; None for standard output.
     """
     print(f"{title}\n\n{plain_table(results)}", file=stream)
 
 
 def plain_table(results: Sequence[ContenderResult]) -> str:
-    """The table as aligned text; columns that say nothing are left out."""
+    """The table as aligned text, without empty columns."""
     columns = [
         ("contender", "<", [row.name for row in results]),
         ("samples/s", ">", [_rate(row) for row in results]),
@@ -91,7 +92,7 @@ def time_to_loss(
     """Time or samples at which a curve first reaches a loss, by interpolation.
 
     Args:
-        curve: (time, loss) in order of time; samples may stand for the time.
+        curve: (time, loss) sorted by time; samples may replace the time.
         target_loss: the loss to reach.
 
     Returns:
@@ -121,15 +122,15 @@ def _cell(value: float | None, form: str, unit: str = "") -> str:
 
 
 def to_json_text(values: Any) -> str:
-    """Indented JSON; numbers that JSON cannot hold become null."""
+    """Indented JSON; non-finite numbers become null."""
     return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
 
 
 def check_writable(path: Path) -> None:
-    """Makes sure that a file can be written later; leaves it as it is.
+    """Checks that a file can be written later, without changing it.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: the file is not writable.
     """
     existed = path.exists()
     try:
@@ -142,7 +143,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def log_to_stderr() -> Iterator[None]:
-    """Shows elche's log on standard error, as plain lines."""
+    """Prints elche's log to standard error, as plain lines."""
     logger = logging.getLogger("elche")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -1,6 +1,6 @@
-"""Standing of a run: samples, rate, efficiency, time left, a line per rank. Pure.
+"""State of a run: samples, rate, efficiency, time left, a line per rank. Pure.
 
-Read from the messages between ranks and coordinator, in the launcher's process.
+Derived from messages between ranks and coordinator, in the launcher's process.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class RankLine:
     """State of one rank; None for values not known yet.
 
     Attributes:
-        rank: which.
-        device: its name.
-        memory_bytes: of the device; 0 if it was not found out.
-        samples_per_s: what the rank delivers outside of synchronisations.
-        share: its part of the samples.
-        waiting: part of its time in synchronisations: for other ranks, and reducing.
+        rank: the rank.
+        device: the device's name.
+        memory_bytes: memory of the device; 0 if unknown.
+        samples_per_s: throughput outside of synchronisations.
+        share: fraction of the samples.
+        waiting: fraction of time in synchronisations: waiting and reducing.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class RankLine:
 
 
 def rank_table(lines: Sequence[RankLine]) -> list[str]:
-    """Aligned text with a heading; the first ranks of many."""
+    """Table of ranks as aligned text with a heading; only the first ranks of many."""
     shown = lines[:RANKS_SHOWN]
     columns = [
         ("rank", ">", [str(line.rank) for line in shown]),
@@ -66,7 +66,7 @@ def rank_table(lines: Sequence[RankLine]) -> list[str]:
 
 
 def aligned(columns: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
-    """Lines of a table: of each column its heading, its side (< or >), its cells."""
+    """Formats a table; each column has a heading, an alignment (< or >), and cells."""
     padded = [
         [
             f"{cell:{side}{max(map(len, (heading, *cells)))}}"
@@ -80,7 +80,7 @@ def aligned(columns: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
 def waiting_parts(
     busy_s: Sequence[float], sync_wait_s: Sequence[float]
 ) -> tuple[float, ...]:
-    """Part of each rank's time that it spent in synchronisations."""
+    """Fraction of each rank's time spent in synchronisations."""
     return tuple(
         wait / (busy + wait) if busy + wait > 0 else 0.0
         for busy, wait in zip(busy_s, sync_wait_s, strict=True)
@@ -88,11 +88,11 @@ def waiting_parts(
 
 
 class RunView:
-    """Follows a run from its messages.
+    """Tracks a run by its messages.
 
-    Rates are those of the last seconds, or of the last window where that is longer. A
-    rank's own speed is what it delivered outside of synchronisations when it last did
-    anything; efficiency is the run's rate over the sum of these.
+    Rates cover the last seconds, or the last window if that is longer. A rank's own
+    speed is its latest throughput outside of synchronisations; efficiency is the run's
+    rate over the sum of these speeds.
     """
 
     def __init__(self) -> None:
@@ -120,24 +120,24 @@ class RunView:
 
     @property
     def samples_per_s(self) -> float:
-        """Recent throughput of the run; 0 before it is known."""
+        """Recent throughput of the run; 0 if unknown."""
         return self._lately().samples_per_s
 
     @property
     def efficiency(self) -> float:
-        """The rate over the sum of the ranks' own speeds; 0 likewise."""
+        """The run's rate over the sum of the ranks' own speeds; 0 if unknown."""
         most = math.fsum(self._speeds.values())
         return self.samples_per_s / most if most > 0 else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the end of the epoch, None if it is not known."""
+        """Seconds until the end of the epoch; None if unknown."""
         rate = self.samples_per_s
         left = max(0, self._total - self._samples)
         return left / rate if rate > 0 else None
 
     def lines(self) -> list[str]:
-        """Lines on the screen: one for the run, and the table of its ranks."""
+        """Lines to display: one for the run, and the table of its ranks."""
         done = min(1.0, self._samples / self._total) if self._total else 0.0
         full = round(done * BAR_CELLS)
         bar = "━" * full + "╌" * (BAR_CELLS - full)
@@ -166,7 +166,7 @@ class RunView:
                 self._speeds[rank] = speed
 
     def _lately(self) -> Metrics:
-        """The recent windows as one."""
+        """Metrics of the recent windows combined."""
 
         def summed(name: str) -> tuple[Any, ...]:
             by_window = (getattr(window, name) for window in self._recent)
@@ -201,7 +201,7 @@ class RunView:
 
 
 def _clock(seconds: float) -> str:
-    """Such as 0:05 and 2:03:04."""
+    """Formats seconds like 0:05 and 2:03:04."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -23,14 +23,14 @@ _ROWS = ("training", "synchronisations")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a rank did for a while.
+    """A time interval of a rank's activity.
 
     Attributes:
-        rank: who.
-        name: what, as the timeline's label.
-        category: `BATCH`, `DATA_WAIT`, `SYNC`, `SYNC_WAIT` or another word.
-        start_s: when it began, in seconds of a clock that all ranks share.
-        duration_s: how long it took, in seconds.
+        rank: the rank.
+        name: label in the timeline.
+        category: `BATCH`, `DATA_WAIT`, `SYNC`, `SYNC_WAIT` or another category.
+        start_s: start in seconds, on a clock that all ranks share.
+        duration_s: duration in seconds.
         args: details shown when the span is selected; JSON-able values.
     """
 
@@ -50,16 +50,16 @@ def to_chrome_trace(
     rank_names: Mapping[int, str] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Convert spans to a Chrome trace; `json.dump` makes the file of it.
+    """Converts spans to a Chrome trace; `json.dump` makes the file of it.
 
-    Every rank is a process with a row for training, and one for synchronisations and
-    the waits for them, which may overlap its batches. Times are whole microseconds
-    since the first span's start: viewers cut fractions off, after which spans that met
-    would overlap.
+    Every rank is a process with one row for training, and one for synchronisations and
+    waits for them, which may overlap its batches. Times are whole microseconds since
+    the first span's start. Viewers truncate fractions, which would make adjacent spans
+    overlap.
 
     Args:
-        spans: in any order.
-        rank_names: label of each rank; ``rank N`` where absent.
+        spans: spans in any order.
+        rank_names: label of each rank; ``rank N`` by default.
         metadata: JSON-able facts about the run, kept under ``otherData``.
     """
     ordered = sorted(spans, key=lambda s: (s.start_s, -s.duration_s, s.rank))
@@ -74,7 +74,7 @@ def to_chrome_trace(
             round(start_s * 1e6),
             round((start_s + span.duration_s) * 1e6),
         )
-        if ends_us.get(row) == begin_us + 1:  # they met before rounding
+        if ends_us.get(row) == begin_us + 1:  # adjacent before rounding
             begin_us += 1
         ends_us[row] = max(begin_us, end_us)
         names.setdefault(span.rank, f"rank {span.rank}")
@@ -106,16 +106,16 @@ def to_chrome_trace(
 
 
 def spans_to_jsonl(spans: Iterable[Span]) -> str:
-    """One JSON object per line, for files that ranks write on their own."""
+    """Writes one JSON object per line, for the files of single ranks."""
     rows = ({name: getattr(span, name) for name in _FIELDS} for span in spans)
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def spans_from_jsonl(text: str) -> list[Span]:
-    """Read what `spans_to_jsonl` wrote; blank lines are skipped.
+    """Reads the output of `spans_to_jsonl`; blank lines are skipped.
 
     Raises:
-        ConfigError: on a line that is not a span, with its number.
+        ConfigError: a line is not a span; the message has its number.
     """
     spans = []
     for number, line in enumerate(text.splitlines(), start=1):

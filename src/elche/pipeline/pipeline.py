@@ -39,36 +39,35 @@ Batch = TypeVar("Batch")
 
 @final
 class Pipeline:
-    """Trains a model cut into stages, each on the rank that the schedule places it on.
+    """Trains a model cut into stages, each on the rank given by the schedule.
 
-    Gradients are those of one process on the whole batch: the mean (or sum) over its
-    samples, whatever the microbatches' sizes; with `replicas` on the union of the
-    replicas' batches. Every rank builds its own stages alone:
-    give factories, or build the model under ``torch.device("meta")``. After
-    :meth:`step` the gradients are in ``grad``; the optimizer is the user's, over
-    :meth:`parameters`.
+    Gradients equal those of one process on the whole batch: the mean (or sum) over its
+    samples, whatever the microbatches' sizes; with `replicas` over the union of the
+    replicas' batches. Every rank builds only its own stages: pass factories, or build
+    the model under ``torch.device("meta")``. After :meth:`step` the gradients are in
+    ``grad``; the user creates the optimizer over :meth:`parameters`.
 
     Call every method that communicates (the constructor, `step`, `evaluate`,
     `generate`, `clip_grad_norm_`, `state_dict`, `close`) on all ranks in the same
     order.
 
     Args:
-        model: any module (with `sample` it is cut by itself, or at `split_points`), an
+        model: any module (cut automatically with `sample`, or at `split_points`), an
             nn.Sequential, or a list of layers or of factories of layers.
-        loss_fn: of output and target of one microbatch; returns a scalar.
-        micro_batches: how many parts a batch is cut into.
+        loss_fn: function of one microbatch's output and target; returns a scalar.
+        micro_batches: number of microbatches per batch.
         schedule: a name (one of `FIXED_SCHEDULES`, or "auto"), the path of a CSV file,
             or a schedule.
-        devices: name of each rank's device; None takes what the launcher says.
-        split: cuts a module into layers by hand, see
+        devices: name of each rank's device; None means the launcher's choice.
+        split: function that cuts a module into layers, see
             `elche.pipeline.setup.building.layers_of`.
-        config: further settings as one value; or give them as options.
+        config: further settings as one object; or pass them as options.
         **options: fields of `PipelineConfig`.
 
     Raises:
         ConfigError: an argument is wrong, here or on another rank.
         MismatchError: ranks disagree about model, schedule or settings.
-        CommunicationError: the ranks did not come together.
+        CommunicationError: the ranks did not connect.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule that this replica's ranks run."""
+        """The schedule of this replica's ranks."""
         return self._parts.plan.schedule
 
     @property
@@ -139,7 +138,7 @@ class Pipeline:
 
     @property
     def num_replicas(self) -> int:
-        """Pipelines that train the model together."""
+        """Number of replicas of the pipeline that train the model together."""
         return len(self._groups.ranks)
 
     @property
@@ -154,11 +153,11 @@ class Pipeline:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each stage."""
+        """Number of layers of each stage."""
         return self._parts.plan.partition
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the model's names, each once."""
+        """This rank's parameters under the model's names, each listed once."""
         return iter(self._parts.named_parameters().items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -166,17 +165,17 @@ class Pipeline:
         return iter(self._parts.named_parameters().values())
 
     def zero_grad(self) -> None:
-        """Drops the gradients of this rank."""
+        """Sets this rank's gradients to None."""
         for one in self.parameters():
             one.grad = None
 
     def train(self, mode: bool = True) -> None:
-        """Sets the layers' mode."""
+        """Sets the training mode of this rank's layers."""
         for layer in self.layers:
             layer.module.train(mode)
 
     def trace(self) -> list[tuple[StageAction, float, float]]:
-        """This rank's actions in the last step: begin and end, time.monotonic()."""
+        """This rank's actions in the last step: begin and end by time.monotonic()."""
         return list(self._parts.executor.trace)
 
     def step(
@@ -191,26 +190,26 @@ class Pipeline:
         """Runs one batch forward and backward; adds to the parameters' gradients.
 
         Args:
-            batch: read on the first stage's rank; of any number of samples, one at
-                least. Dense tensors, and arrays that
-                `torch.as_tensor` takes, whose first dimension is that of the first one
-                are cut along it; other values go to all microbatches. Of several
-                replicas each reads its own, of any size; one may have none.
-            target: read on the last stage's rank, cut in the same way.
+            batch: the batch, read on the first stage's rank; at least one sample. Dense
+                tensors, and arrays for `torch.as_tensor`, are cut along their first
+                dimension if it equals the first tensor's; other values go to all
+                microbatches. Each replica reads its own batch, of any size; a replica
+                may have none.
+            target: the target, read on the last stage's rank and cut likewise.
             input_gradients: whether to return the batch's gradients.
-            loss_scale: multiplies all gradients; for float16 (see `unscale_`). The same
+            loss_scale: factor of all gradients, for float16 (see `unscale_`). The same
                 on all ranks.
-            **keywords: for the layers whose forward has such an argument, on every rank
-                that has one of them; cut like the batch.
+            **keywords: arguments for layers whose forward accepts them; pass each on
+                every rank with such a layer. Cut like the batch.
 
         Raises:
-            ConfigError: batch, target, loss or a keyword are wrong, or there are no
-                gradients here (`torch.no_grad`); on every rank.
-            MismatchError: ranks call different methods, or give other loss scales.
+            ConfigError: batch, target, loss or a keyword are wrong, or gradients are
+                disabled (`torch.no_grad`); on every rank.
+            MismatchError: ranks call different methods, or have different loss scales.
             ContributionError: a parameter's gradient is lost; do not step.
             RemoteRankError: another rank failed; the pipeline has ended.
             DeadlineError: a rank is late; the pipeline has ended.
-            CommunicationError: a rank is gone; the pipeline has ended, or was closed.
+            CommunicationError: a rank has disconnected, or the pipeline was closed.
         """
         call = Call("step", batch, target, keywords, loss_scale, input_gradients)
         return self._stepping.step(call)
@@ -227,10 +226,10 @@ class Pipeline:
 
         Args:
             batch: as in `step`.
-            target: as in `step`; without one there is no loss. Give it on the last
+            target: as in `step`; without it there is no loss. Pass it on the last
                 stage's rank or not at all.
-            outputs: which rank gets what the last layer returns: the last stage's, all,
-                or the rank of this number; of several replicas, those of its own.
+            outputs: ranks that receive the model's outputs: "last" (the last stage's
+                rank), "all", or one rank; only within each replica.
             **keywords: as in `step`.
 
         Raises:
@@ -251,24 +250,24 @@ class Pipeline:
     ) -> torch.Tensor:
         """Continues sequences of tokens with a causal model; on all ranks.
 
-        Each stage keeps the keys and values of earlier positions, and one new position
-        travels per token: of a model of transformers that was cut by `sample=`, and of
-        layers whose forward takes ``cache=``, a dict that is empty at first and theirs
-        until the end. With other layers each token runs all of the sequence again, and
-        the log says so; so it does where caches lead to other logits, which is looked
-        at in the first three tokens. Several sequences are cut into microbatches as a
-        batch is, and keep all ranks busy.
+        Each stage caches the keys and values of earlier positions, and each new token
+        sends only one position through the stages. This works for transformers models
+        cut by `sample=`, and for layers whose forward accepts ``cache=``, a dict that
+        is empty at first and belongs to the layer. With other layers each token reruns
+        the whole sequence, and the log says so. The same happens if caches change the
+        logits, which the first three tokens check. Several sequences are cut into
+        microbatches, which keep all ranks busy.
 
         Args:
             tokens: [sequences, length], read on the first stage's rank.
-            max_new_tokens: how many to append at most; the same on all ranks.
-            end_token: where a sequence ends; it is filled up with it.
-            choose: of the last position's logits [sequences, vocabulary], the tokens;
-                called on the last stage's rank. The likeliest unless given.
-            batch_of: of tokens, the model's input, where it takes more than them. With
-                a cache the model gets the last positions of its tensors [sequences,
-                length, ...]; an `attention_mask` whole.
-            use_cache: whether layers may keep anything. The same on all ranks.
+            max_new_tokens: most tokens to append; the same on all ranks.
+            end_token: token that ends a sequence; the rest is filled with it.
+            choose: function from the last position's logits [sequences, vocabulary] to
+                tokens, called on the last stage's rank. Greedy by default.
+            batch_of: function from tokens to the model's input, if it needs more than
+                them. With a cache the model receives the last positions of tensors
+                [sequences, length, ...], but the whole `attention_mask`.
+            use_cache: whether layers may cache. The same on all ranks.
 
         Returns:
             All tokens, on every rank, on the CPU.
@@ -281,19 +280,21 @@ class Pipeline:
         return Generation(self._stepping, self._cached, *given).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scales all gradients of all stages so that their common norm is not larger.
+        """Clips the gradients of all stages to a common norm of at most `max_norm`.
 
         Args:
-            max_norm: 2-norm; a shared parameter counts once. The same on all ranks.
+            max_norm: maximum 2-norm; a shared parameter counts once. The same on all
+                ranks.
 
         Returns:
-            The norm before, on every rank.
+            The norm before clipping, on every rank.
 
         Raises:
             ConfigError: max_norm is not a number of at least 0, here or on another
                 rank; nothing has changed.
-            MismatchError: ranks give different ones; nothing has changed.
-            CommunicationError: a rank is gone or late; the pipeline has ended.
+            MismatchError: ranks pass different values; nothing has changed.
+            CommunicationError: a rank has disconnected or is late; the pipeline has
+                ended.
         """
         copies = self._stepping.replicas.copies
         return clip_norm(self.parameters(), copies, max_norm, self._communicator)
@@ -305,8 +306,8 @@ class Pipeline:
     ) -> bool:
         """Divides the gradients by a loss scale.
 
-        With a scaler, in the place of its own `unscale_`, which would see this rank's
-        gradients only; then its `step` and `update` do the same on every rank::
+        With a scaler, replaces its own `unscale_`, which would only see this rank's
+        gradients. Its `step` and `update` then act equally on every rank::
 
             pipe.step(batch, target, loss_scale=scaler.get_scale())
             pipe.unscale_(scaler, optimizer)
@@ -315,16 +316,18 @@ class Pipeline:
             scaler.update()
 
         Args:
-            loss_scale: as in :meth:`step`; or a GradScaler whose scale that was.
-            optimizer: that the scaler steps.
+            loss_scale: the scale given to :meth:`step`; or the GradScaler that provided
+                it.
+            optimizer: optimizer that the scaler steps.
 
         Returns:
-            Whether every gradient on every rank is finite; do not step otherwise.
+            True if every gradient on every rank is finite; otherwise do not step.
 
         Raises:
-            ConfigError: it is not above 0 and finite, here or on another rank.
-            MismatchError: ranks give different ones.
-            CommunicationError: a rank is gone or late; the pipeline has ended.
+            ConfigError: the scale is not above 0 and finite, here or on another rank.
+            MismatchError: ranks pass different scales.
+            CommunicationError: a rank has disconnected or is late; the pipeline has
+                ended.
         """
         mine = self.parameters()
         return unscale(mine, loss_scale, optimizer, self._communicator)
@@ -337,7 +340,7 @@ class Pipeline:
         """Parameters and buffers of the whole model under its own names, on the CPU.
 
         Args:
-            rank: which rank needs it; None for all. The others get an empty dict.
+            rank: rank that needs the result; None for all. Others get an empty dict.
         """
         return self._state.model(rank)
 
@@ -345,8 +348,8 @@ class Pipeline:
         """Loads this rank's part of a state_dict of the whole model.
 
         Raises:
-            ConfigError: a parameter or buffer of this rank is missing, or has another
-                shape, or the state has what no layer has; nothing was loaded here.
+            ConfigError: a parameter or buffer of this rank is missing or has another
+                shape, or the state has unknown names; nothing was loaded here.
         """
         self._state.load_model(state)
 
@@ -355,21 +358,21 @@ class Pipeline:
     ) -> NamedState:
         """State of an optimizer over the whole model, by parameter name, on the CPU.
 
-        It loads under any partition, schedule and number of ranks.
+        The state loads under any partition, schedule and number of ranks.
 
         Args:
-            optimizer: over :meth:`parameters`; of several, call it for each. With the
-                same groups on every rank.
-            rank: which rank needs it; None for all. The others get {}.
+            optimizer: optimizer over :meth:`parameters`, with the same groups on every
+                rank; call this once per optimizer.
+            rank: rank that needs the result; None for all. Others get {}.
 
         Returns:
-            As torch's, with names in the place of numbers. An optimizer of a process
-            that has the whole model takes it by torch's
+            Torch's format, with names in place of numbers. A single-process optimizer
+            over the whole model loads it by
             `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`.
 
         Raises:
-            ConfigError: it holds what is none of this rank's parameters, here or on
-                another rank.
+            ConfigError: the optimizer has a parameter that is not this rank's, here or
+                on another rank.
             MismatchError: ranks have different groups.
         """
         return self._state.optimizer(optimizer, rank)
@@ -380,44 +383,44 @@ class Pipeline:
         """Loads this rank's part of what `optimizer_state_dict` returned.
 
         Raises:
-            ConfigError: it is none, or the optimizer has parameters that this rank
-                has not.
-            MismatchError: a parameter or a group is missing in it; nothing was loaded
+            ConfigError: `state` is of another format, or the optimizer has a parameter
+                that is not this rank's.
+            MismatchError: `state` lacks a parameter or a group; nothing was loaded
                 here.
         """
         self._state.load_optimizer(optimizer, state)
 
     @property
     def steps_done(self) -> int:
-        """Training steps so far, those before a resume included."""
+        """Number of training steps so far, including those before a resume."""
         return self._stepping.steps
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of an epoch that are left, on every rank.
+        """Yields the remaining batches of an epoch, on every rank.
 
-        As `loader` itself, but that checkpoints (`elche.save`, `elche.save_every`) are
-        made between its batches, and that a run which is resumed gets what was left: it
-        draws the same order, and drops what was done. So gradients must not be kept
-        over several batches: add them over several `step` of one.
+        Like `loader` itself, but checkpoints (`elche.save`, `elche.save_every`) can be
+        made between its batches. A resumed run draws the same order and skips the
+        batches already done. Gradients must therefore not be accumulated over several
+        batches: accumulate them over several `step` of one batch.
         """
         return self._state.passes.over(loader)
 
     def register_optimizer(self, optimizer: GivenOptimizers) -> None:
-        """Names the optimizers whose state is saved with the pipeline's.
+        """Registers the optimizers whose state is saved with the pipeline's.
 
         Args:
-            optimizer: over :meth:`parameters`, or a list of several; the same ones
-                with the same groups on every rank. () where nothing is trained.
+            optimizer: optimizer over :meth:`parameters`, or a list of several; the same
+                with the same groups on every rank. () if nothing is trained.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: an argument is not an optimizer.
         """
         self._state.optimizers = as_optimizers(optimizer)
 
     def close(self) -> None:
-        """Ends the connections. Call it on every rank; may be called twice.
+        """Closes the connections. Call it on every rank; may be called twice.
 
-        A checkpoint that is being written is finished before.
+        Waits for a checkpoint that is being written.
         """
         self._state.close(has_failed=False)
         self._parts.detach()

@@ -24,7 +24,7 @@ REMOVED = {
     "patience_factor": f"patience_factor= {_ONE_DEADLINE}",
     "min_patience_s": f"min_patience_s= {_ONE_DEADLINE}",
 }
-"""Settings that pipelines had, and what to write instead."""
+"""Removed settings, with the error that names the replacement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,40 +32,41 @@ class PipelineConfig:
     """Cut, checks and deadlines of a pipeline.
 
     Attributes:
-        loss_reduction: what loss_fn does over the samples of a microbatch. Gradients
-            are those of the same reduction over the whole batch.
-        partition: layers of each stage; None divides them evenly by number.
-        stages_per_rank: of schedules that allow several; None takes their usual number.
-        replicas: how many pipelines train the model together, each on equally many
-            consecutive ranks and on batches of its own; or the ranks of each. See
+        loss_reduction: loss_fn's reduction over the samples of a microbatch. Gradients
+            use the same reduction over the whole batch.
+        partition: number of layers of each stage; None divides layers evenly.
+        stages_per_rank: stages per rank, where the schedule allows several; None means
+            its usual number.
+        replicas: number of pipelines that train the model together, each on equally
+            many consecutive ranks and with its own batches; or the ranks of each. See
             `elche.pipeline.replicas.replicas`.
         costs: measured costs of the stages, for schedules that depend on them. With
             ``"measure"`` each rank times the layers on its device at the start, and
-            partition and schedule are made for these times.
+            partition and schedule are planned from these times.
         sample: one microbatch of the input, for ``costs="measure"`` and to cut a
             module; on every rank.
-        split_points: names of submodules before which a module is cut, or torch's
-            ``{"layer2": SplitPoint.BEGINNING}``. None cuts a module that is no
-            Sequential, and comes without `split`, around the members of its
-            ModuleLists and Sequentials. See `elche.pipeline.cutting`.
-        memory_bytes: of each rank of the run, what parameters, their state (as much as
-            Adam's) and activations may fill on it, for ``costs="measure"``; infinity
-            for no limit. None takes nine tenths of what a CUDA device has free at the
-            start, and no limit on the CPU. With given costs their `memory` is the
-            limit.
+        split_points: names of submodules before which to cut a module, or torch's
+            ``{"layer2": SplitPoint.BEGINNING}``. With None, a module that is not a
+            Sequential and has no `split` is cut around the members of its ModuleLists
+            and Sequentials. See `elche.pipeline.cutting`.
+        memory_bytes: bytes per rank of the run for parameters, their state (as large as
+            Adam's) and activations, for ``costs="measure"``; infinity for no limit.
+            None means nine tenths of a CUDA device's free memory at the start, and no
+            limit on the CPU. With given costs their `memory` is the limit.
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see
             `elche.pipeline.split_backward.guard`.
-        seed: makes initialisation of layers that are built here, and dropout, the same
-            for every placement. None takes what the script gave torch.manual_seed, so
-            does that too where it seeds all ranks alike; in one process it draws as
-            plain torch does. Several ranks leave torch's generators as they were.
+        seed: seed of the initialisation of layers built here, and of dropout,
+            independent of the placement. None uses the script's torch.manual_seed,
+            which gives the same result if all ranks use the same seed; one process then
+            draws as plain torch does. With several ranks torch's generators are not
+            changed.
         init: initialises a layer that was built on the meta device; None calls
             `reset_parameters` of its modules.
-        transport: ``"auto"`` has activations and gradients go from device to device
-            through NCCL where all ranks are on one host and have a CUDA device each,
-            and through the host's memory elsewhere; ``"gloo"`` is the host always.
+        transport: ``"auto"`` sends activations and gradients from device to device by
+            NCCL if all ranks are on one host with a CUDA device each, else through host
+            memory. ``"gloo"`` always uses host memory.
         timeout_s: deadline (s) of each wait for another rank.
     """
 
@@ -85,7 +86,7 @@ class PipelineConfig:
     timeout_s: float = 300.0
 
     def __new__(cls, **given: Any) -> PipelineConfig:
-        """Refuses settings of earlier versions by name."""
+        """Rejects removed settings by name."""
         for name in given.keys() & REMOVED.keys():
             raise ConfigError(REMOVED[name])
         return object.__new__(cls)
@@ -146,7 +147,7 @@ class PipelineConfig:
 def pipeline_config(
     config: PipelineConfig | None, options: Mapping[str, Any]
 ) -> PipelineConfig:
-    """The settings: as one value, or made of single options.
+    """Returns `config`, or a config made of single options.
 
     Raises:
         ConfigError: both are given, or an option is unknown or wrong.

@@ -15,16 +15,16 @@ from torch import nn
 from elche.torch_internals.batches import tree_leaves
 
 CACHE = "cache"
-"""The argument by which a layer takes a dict that it keeps keys and values in."""
+"""Argument for a dict in which a layer caches keys and values."""
 LayerCaches: TypeAlias = dict[tuple[int, int, int], dict[str, Any]]
-"""The caches of a rank by stage, layer in it and microbatch."""
+"""Caches of a rank by stage, layer within the stage, and microbatch."""
 
 
 class OwnBackward(nn.Module):
-    """A layer that brings its own split backward; it makes a stage by itself.
+    """A layer with its own split backward; it forms a stage by itself.
 
-    Its forward runs under autograd as any other, so that its output is part of a graph,
-    and reads ``current_microbatch`` where it keeps something for later.
+    Its forward runs under autograd, so that its output is part of a graph. It reads
+    ``current_microbatch`` to store values for the backward.
     """
 
     current_microbatch: int = 0
@@ -36,11 +36,11 @@ class OwnBackward(nn.Module):
         """Computes the gradients of the inputs from those of the outputs.
 
         Args:
-            microbatch: which one.
-            gradients: one per output tensor that requires a gradient.
+            microbatch: index of the microbatch.
+            gradients: one gradient per output tensor that requires one.
 
         Returns:
-            One per input tensor that requires a gradient.
+            One gradient per input tensor that requires one.
         """
 
     @abstractmethod
@@ -51,12 +51,12 @@ class OwnBackward(nn.Module):
 @final
 @dataclass(frozen=True)
 class Layer:
-    """A module of the model and the name it has there.
+    """A module of the model with its name in the model.
 
     Attributes:
         name: prefix of its parameters in the model's state_dict, without the dot.
         module: the module.
-        aliases: the model's names, where they are not prefix and own name.
+        aliases: the model's names that differ from prefix and own name.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Layer:
     aliases: dict[str, str] | None = None
 
     def prefixed(self, name: str) -> str:
-        """The model's name of a parameter or buffer of this layer."""
+        """Returns the model's name of a parameter or buffer of this layer."""
         if self.aliases is not None and name in self.aliases:
             return self.aliases[name]
         return f"{self.name}.{name}" if self.name else name
@@ -72,17 +72,17 @@ class Layer:
 
 @final
 class Stage:
-    """Layers that run one after the other.
+    """Layers that run one after another.
 
     Args:
-        index: of the stage in the pipeline.
-        layers: in order.
-        unpacks: hand a tuple on as positional arguments and a dict as keywords;
-            otherwise as one value, as nn.Sequential does.
-        seed: seeds dropout by (step, layer, microbatch), the same for any placement.
-            Replicas count their microbatches one after the other.
-        first_layer: number of the first layer in the model.
-        unsplit: places of the layers whose backward runs whole.
+        index: index of the stage in the pipeline.
+        layers: layers in order.
+        unpacks: pass a tuple as positional arguments and a dict as keywords; otherwise
+            as one value, as nn.Sequential does.
+        seed: seeds dropout by (step, layer, microbatch), independent of the placement.
+            Replicas number their microbatches consecutively.
+        first_layer: index of the first layer in the model.
+        unsplit: positions of the layers whose backward is not split.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Stage:
 
     @property
     def own_backward(self) -> OwnBackward | None:
-        """The layer that brings its own backward, if it is one."""
+        """The stage's only layer, if it has its own backward; else None."""
         only = self.layers[0].module if len(self.layers) == 1 else None
         return only if isinstance(only, OwnBackward) else None
 
     def named_modules(self) -> dict[str, nn.Module]:
-        """The layers' modules, and those inside of them, under the model's names."""
+        """The layers' modules and submodules, under the model's names."""
         return {
             layer.prefixed(name).rstrip("."): module
             for layer in self.layers
@@ -121,12 +121,12 @@ class Stage:
         }
 
     def takes(self, keyword: str) -> bool:
-        """True if a layer may take a keyword."""
+        """True if a layer may accept a keyword."""
         return any(one.takes_all or keyword in one.names for one in self._keywords)
 
     @property
     def keywords(self) -> frozenset[str]:
-        """Arguments that forward of a layer names."""
+        """Names of the layers' forward arguments."""
         return frozenset().union(*(one.names for one in self._keywords))
 
     def run(
@@ -138,14 +138,14 @@ class Stage:
     ) -> Any:
         """Runs the layers on a value.
 
-        With a seed torch's generators are afterwards as they were: a user's script
-        draws the same batches on every rank, whatever stages it has.
+        With a seed, torch's generators are restored afterwards. A user's script then
+        draws the same batches on every rank, whatever its stages.
 
         Args:
-            value: of the stage before.
-            microbatch: which one.
-            keywords: for the layers.
-            caches: of layers that take `cache=`; None runs them without.
+            value: output of the previous stage.
+            microbatch: index of the microbatch.
+            keywords: arguments for the layers.
+            caches: caches of layers that accept `cache=`; None runs them without.
         """
         tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
         cuda = {one.device for one in tensors if one.is_cuda}
@@ -171,7 +171,7 @@ class Stage:
         microbatch += self.first_microbatch
         place = (self._seed, self.step, self._first_layer + number, microbatch)
         drawn = hash(place) % (1 << 63)
-        # torch.manual_seed does the same for every kind of device, in 0.1 ms.
+        # Equals torch.manual_seed for every kind of device, which takes 0.1 ms.
         torch.default_generator.manual_seed(drawn)
         for device in cuda:
             torch.cuda.default_generators[device.index].manual_seed(drawn)
@@ -198,7 +198,7 @@ def _keywords(module: nn.Module) -> _Keywords:
         for one in found
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
-    # Containers pass on what they get; a compiled module hides its signature.
+    # Containers forward all arguments; a compiled module hides its signature.
     takes_all = any(one.kind is one.VAR_KEYWORD for one in found)
     return _Keywords(frozenset(named), takes_all)
 
@@ -214,7 +214,7 @@ def named_parameters(layers: Sequence[Layer]) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Sets all modules, and those inside of them, back to their modes afterwards."""
+    """Restores the training modes of all modules and submodules afterwards."""
     modes = [(one, one.training) for top in modules for one in top.modules()]
     try:
         yield
@@ -224,7 +224,7 @@ def modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def changes_in_place(stage: Stage) -> bool:
-    """True if a stage has layers that say so, such as ``nn.ReLU(inplace=True)``."""
+    """True if a layer declares it, such as ``nn.ReLU(inplace=True)``."""
     return any(
         getattr(one, "inplace", False) is True
         for layer in stage.layers

@@ -1,8 +1,8 @@
-"""Nested values of tensors and plain data: taken apart, put together, cut, joined.
+"""Nested values of tensors and plain data: flattened, rebuilt, cut, joined.
 
-A stage may take and return tensors, and tuples, lists and dicts of them with plain
-values (None, numbers, text) in between. Structure and plain values travel as data that
-msgpack can write; nothing is ever unpickled.
+A stage may accept and return tensors, and tuples, lists and dicts of them with plain
+values (None, numbers, text). Structure and plain values are sent as msgpack data;
+nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
-    """The same nesting with arrays (NumPy's, say) as tensors; they share memory.
+    """Converts arrays (NumPy's, say) in a nested value to tensors that share memory.
 
     Args:
-        value: what a script gives.
-        where: for the message.
-        is_cut: whether every tensor must be one that can be cut.
+        value: a script's value.
+        where: name of the value, for messages.
+        is_cut: whether every tensor must be cuttable.
 
     Raises:
-        ConfigError: it holds an array that is not numeric, a tensor that is not dense
-            or has no values, or a container of another type, which would not be cut.
+        ConfigError: the value has a non-numeric array, a tensor that is not dense or
+            has no values, or a container of another type, which could not be cut.
     """
     if isinstance(value, torch.Tensor):
         if is_cut:
@@ -73,17 +73,17 @@ def _check_dense(tensor: torch.Tensor, where: str) -> None:
 
 
 def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:
-    """Takes a nested value apart.
+    """Flattens a nested value.
 
     Args:
-        value: what a stage returned, say.
-        where: for the message.
+        value: a nested value, such as a stage's output.
+        where: name of the value, for messages.
 
     Returns:
-        Its tensors, and a structure to put them back with :func:`unflatten`.
+        The tensors, and a structure for :func:`unflatten`.
 
     Raises:
-        ConfigError: a value that cannot travel is among it.
+        ConfigError: the value contains an unsupported type.
     """
     tensors: list[torch.Tensor] = []
     return tensors, _structure(value, tensors, where)
@@ -109,7 +109,7 @@ def _structure(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
 
 
 def unflatten(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Puts together what :func:`flatten` took apart."""
+    """Rebuilds a value from the result of :func:`flatten`."""
     return _rebuild(structure, iter(tensors))
 
 
@@ -127,14 +127,14 @@ def _rebuild(structure: Any, tensors: Any) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nesting with a function of each tensor; other values stay."""
+    """Applies a function to each tensor of a nested value; keeps other values."""
     return tree_map(
         lambda one: function(one) if isinstance(one, torch.Tensor) else one, value
     )
 
 
 def batch_samples(value: Any) -> int | None:
-    """Samples in a batch: the first dimension of its first tensor that has one."""
+    """Samples of a batch: the first dimension of its first tensor with dimensions."""
     tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
     return next((one.shape[0] for one in tensors if one.dim()), None)
 
@@ -143,8 +143,8 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Cuts a batch into microbatches.
 
     Args:
-        value: nested; dense tensors whose first dimension is the batch are cut along
-            it, anything else goes to every microbatch.
+        value: nested value; dense tensors whose first dimension is the batch are cut
+            along it, other values go to every microbatch.
         sizes: samples of each microbatch.
     """
     total = sum(sizes)
@@ -161,7 +161,7 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def as_plain(value: Any) -> Any:
-    """The same nesting in plain tuples, lists and dicts: a model's output, say."""
+    """Converts a nested value, such as a model's output, to tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
         items = [as_plain(one) for one in value]
         return items if isinstance(value, list) else tuple(items)
@@ -171,7 +171,7 @@ def as_plain(value: Any) -> Any:
 
 
 def join_batches(parts: Sequence[Any]) -> Any:
-    """Puts microbatches of one structure together, as `as_plain` gives them."""
+    """Joins microbatches of the same structure, as `as_plain` returns them."""
 
     def joined(first: Any, *others: Any) -> Any:
         if not isinstance(first, torch.Tensor):

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: actions per rank, their order and cost.
 
-- ``actions``: the value types, in the words of torch.distributed.pipelining.
-- ``formats``: text and CSV, also torch's own.
+- ``actions``: the value types, named as in torch.distributed.pipelining.
+- ``formats``: text and CSV, including torch's own.
 - ``costs``: times per stage and link, and memory.
-- ``codes``, ``lowering``: what a schedule must fulfil; sends and receives.
+- ``codes``, ``lowering``: validity checks; sends and receives.
 - ``timing``: an event simulation of any list of actions.
-- ``schedules``: the published schedules by name; ``auto``: the one of least makespan.
+- ``schedules``: the published schedules by name; ``auto``: that of least makespan.
 """

@@ -1,4 +1,4 @@
-"""Actions of a pipeline and schedules made of them, in torch's words.
+"""Actions of a pipeline and schedules made of them, in torch's vocabulary.
 
 Source of the vocabulary: torch.distributed.pipelining (``_Action`` and
 ``_ComputationType``); ``2F0`` is the forward of stage 2 on microbatch 0.
@@ -16,8 +16,8 @@ from elche.errors import ConfigError
 class Kind(str, Enum):
     """Kind of an action.
 
-    ``SEND_F`` and ``SEND_B`` carry the stage that sends (its output, or the gradient of
-    its input), ``RECV_F`` and ``RECV_B`` the stage that receives.
+    ``SEND_F`` and ``SEND_B`` name the sending stage (for its output, or the gradient of
+    its input), ``RECV_F`` and ``RECV_B`` the receiving stage.
     """
 
     FORWARD = "F"
@@ -42,11 +42,11 @@ _ACTION = re.compile(r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StageAction:
-    """One step of one rank.
+    """One action of one rank.
 
     Attributes:
-        stage: index of the stage, 0 is the one that reads the input.
-        kind: what is done.
+        stage: index of the stage; stage 0 reads the input.
+        kind: kind of the action.
         microbatch: index of the microbatch.
     """
 
@@ -59,7 +59,7 @@ class StageAction:
 
     @property
     def is_compute(self) -> bool:
-        """True if it computes, rather than sends or receives."""
+        """True if the action computes, False for a send or receive."""
         return self.kind in COMPUTE_KINDS
 
 
@@ -67,7 +67,7 @@ def parse_action(text: str) -> StageAction:
     """Reads one action such as ``2F0`` or ``1SEND_B3``.
 
     Raises:
-        ConfigError: it is not an action.
+        ConfigError: the text is not an action.
     """
     match = _ACTION.fullmatch(text.strip())
     if match is None:
@@ -84,11 +84,11 @@ class Schedule:
     """Actions of each rank in one step, in order.
 
     Attributes:
-        name: of the generator, or of the file it was read from.
-        num_microbatches: of one step.
+        name: name of the generator, or of the file it was read from.
+        num_microbatches: microbatches per step.
         placement: the rank of each stage, by stage index.
-        actions: of each rank, in the order in which it runs them. Compute only, or
-            lowered: with sends and receives.
+        actions: actions of each rank in execution order: compute only, or lowered
+            (with sends and receives).
     """
 
     name: str
@@ -111,17 +111,17 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks; one may hold several stages, or none."""
+        """Number of ranks; a rank may hold several stages, or none."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """Number of stages of the model."""
         return len(self.placement)
 
     @property
     def is_lowered(self) -> bool:
-        """True if sends and receives are in the lists."""
+        """True if the lists contain sends and receives."""
         return any(not one.is_compute for row in self.actions for one in row)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Actions as integers, for speed with schedules of 200 000; completeness checks.
+"""Actions as integers, for speed with 200 000 actions; completeness checks.
 
 A code is ``(stage * num_microbatches + microbatch) * 8 + kind``. Generators, the
-simulation and the schedulers work on codes; `Schedule` is for everybody else.
+simulation and the schedulers work on codes; all other code uses `Schedule`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import islice
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, StageAction
 
-F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B = range(8)  # noqa: E741 - the field's letters
+F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B = range(8)  # noqa: E741 - usual letters
 KINDS = (
     Kind.FORWARD,
     Kind.FULL_BACKWARD,
@@ -26,7 +26,7 @@ KINDS = (
 _CODE_OF = {kind: code for code, kind in enumerate(KINDS)}
 
 Rows = list[list[int]]
-"""Codes of each rank in its order."""
+"""Codes of each rank in execution order."""
 
 
 def encode(schedule: Schedule) -> Rows:
@@ -39,7 +39,7 @@ def encode(schedule: Schedule) -> Rows:
 
 
 def decode_one(code: int, count: int) -> StageAction:
-    """The action of a code, with `count` microbatches."""
+    """Action of a code, with `count` microbatches."""
     stage, microbatch = divmod(code >> 3, count)
     return StageAction(stage, KINDS[code & 7], microbatch)
 
@@ -47,7 +47,7 @@ def decode_one(code: int, count: int) -> StageAction:
 def decode(
     name: str, rows: Sequence[Sequence[int]], placement: Sequence[int], count: int
 ) -> Schedule:
-    """The schedule of codes."""
+    """Schedule built from codes."""
     return Schedule(
         name=name,
         num_microbatches=count,
@@ -57,12 +57,12 @@ def decode(
 
 
 def spread(rows: Rows, order: Sequence[int], num_ranks: int) -> Rows:
-    """Gives renumbered ranks their old numbers; the others get no actions.
+    """Maps renumbered ranks back to their old numbers; other ranks get no actions.
 
     Args:
         rows: codes of each renumbered rank.
-        order: the old number of each.
-        num_ranks: ranks in the old numbering.
+        order: old number of each renumbered rank.
+        num_ranks: number of ranks in the old numbering.
     """
     result: Rows = [[] for _ in range(num_ranks)]
     for row, rank in zip(rows, order, strict=True):
@@ -74,16 +74,16 @@ _SHOWN = 6
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Checks the actions of each stage: all there, once, on its rank, in order.
+    """Checks that each stage's actions are complete, unique, on its rank and in order.
 
     Each stage runs exactly one F per microbatch, then either B, or I and then W.
     Sends and receives are checked by `lowering.check_deadlock_free`, not here.
 
     Raises:
-        ConfigError: it is not so; the offending actions are printed.
+        ConfigError: a check fails; the message lists the offending actions.
     """
     count = schedule.num_microbatches
-    done: dict[int, int] = {}  # bits of the kinds, by stage and microbatch
+    done: dict[int, int] = {}  # bit mask of kinds, by stage and microbatch
     for rank, row in enumerate(schedule.actions):
         for position, one in enumerate(row):
             kind = _CODE_OF[one.kind]
@@ -110,7 +110,7 @@ def check_schedule(schedule: Schedule) -> None:
         )
 
 
-# What may not stand before an action of each kind, and what must, as bits.
+# Bit masks per kind: actions that must not, and that must, precede it.
 _FORBIDS = [1 << kind for kind in range(len(KINDS))]
 _FORBIDS[B] |= 1 << I
 _FORBIDS[I] |= 1 << B

@@ -16,16 +16,16 @@ from elche.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One stage on its device, for one microbatch.
+    """Costs of one stage on its device, for one microbatch.
 
     Attributes:
         forward: time of F.
         input_gradient: time of I.
         weight_gradient: time of W.
         backward: time of B, the whole backward at once; None means I + W.
-        activation: units of memory taken by F, and free after B or W.
+        activation: units of memory held from F to B or W.
         kept_for_weight: the part of `activation` that W needs; I frees the rest. None
-            means all of it: nothing is free before W. (In the ZB paper a transformer
+            means all of it: nothing is freed before W. (In the ZB paper a transformer
             layer keeps 32h of 34h + 5as.)
     """
 
@@ -74,9 +74,9 @@ class PipelineCosts:
     """Stages on ranks, the links between them, and the ranks' memory.
 
     Attributes:
-        stages: in the model's order.
+        stages: costs in the model's order.
         placement: the rank of each stage.
-        num_ranks: ranks; one may hold no stage.
+        num_ranks: number of ranks; a rank may hold no stage.
         links: time of a message between stage s and s + 1, either way, one less than
             stages; empty means 0. Between stages of one rank it is not used. A link has
             no queue: messages overlap each other and all computation, as in the ZB
@@ -125,7 +125,7 @@ class PipelineCosts:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """Memory limit of each rank, infinite where there is none."""
+        """Memory limit of each rank, infinite if unlimited."""
         return self.memory or (math.inf,) * self.num_ranks
 
     def link(self, stage: int) -> float:
@@ -136,13 +136,13 @@ class PipelineCosts:
 
 
 def renumbered(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[int, ...]]:
-    """Numbers the ranks in the order in which the stages first reach them.
+    """Renumbers the ranks in the order of their first stages.
 
-    So that a published schedule fits whatever order the devices stand in; ranks without
-    a stage drop out.
+    Published schedules then fit any order of the devices. Ranks without a stage are
+    dropped.
 
     Returns:
-        The same with new numbers, and the old number of each.
+        The renumbered costs, and the old number of each rank.
     """
     order = tuple(dict.fromkeys(costs.placement))
     number = {rank: new for new, rank in enumerate(order)}
@@ -177,13 +177,13 @@ def equal_costs(
     num_ranks: int,
     memory: float | None = None,
 ) -> PipelineCosts:
-    """Equal ranks, whose work is divided evenly among the stages of the model.
+    """Costs of equal ranks, with the work divided evenly among the stages.
 
     Args:
-        times: of one rank; with v stages per rank each stage takes 1/v of them.
+        times: times of one rank; with v stages per rank each stage takes 1/v of them.
         placement: the rank of each stage.
-        num_ranks: ranks.
-        memory: units that each rank may hold, None without a limit.
+        num_ranks: number of ranks.
+        memory: memory units per rank, None without a limit.
     """
     share = num_ranks / len(placement) if placement else 1.0
     stage = StageCost(

@@ -1,4 +1,4 @@
-"""A schedule in time, as text: one line per rank."""
+"""Text drawing of a schedule over time: one line per rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CODES = {
 
 
 def legend(schedule: Schedule) -> str:
-    """Meaning of the letters of `draw` that the schedule has."""
+    """Legend of the letters that `draw` uses for the schedule."""
     kinds = {one.kind for row in schedule.actions for one in row}
     letters = [f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds]
     parts = [", ".join(letters)]
@@ -39,16 +39,16 @@ def legend(schedule: Schedule) -> str:
 def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -> str:
     """Draws each rank's computation on one time axis.
 
-    An action is its letter and its microbatch, as far as they fit, then dashes for its
-    length; letters of a rank's second stage and of later ones are small. Dots are idle.
-    Where actions would have no room for that in one line, the time goes on in up to
-    `SHOWN_PARTS` parts below each other.
+    An action is its letter and its microbatch, if they fit, then dashes up to its
+    length. Actions of a rank's second and later stages use small letters. Dots are idle
+    time. If one line is too narrow, the time axis is split into up to `SHOWN_PARTS`
+    parts below each other.
 
     Args:
         schedule: compute only or lowered.
-        timing: of it.
-        costs: that it was timed with.
-        width: characters of a line.
+        timing: simulated times of the schedule.
+        costs: costs of that simulation.
+        width: characters per line.
     """
     table = CostTable(costs)
     label = len(f"rank {schedule.num_ranks - 1} ")
@@ -71,7 +71,7 @@ def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -
 
 
 def _parts(schedule: Schedule, timing: Timing, table: CostTable, columns: int) -> int:
-    """Lines of each rank, for the median action to show microbatch and end."""
+    """Lines per rank at which the median action shows its microbatch and end."""
     lengths = [
         length
         for row in schedule.actions

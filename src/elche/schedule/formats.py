@@ -24,9 +24,9 @@ _NOT_OURS = re.compile(
 def to_csv(schedule: Schedule) -> str:
     """Writes a schedule so that torch's ``_load_csv`` reads it.
 
-    A compute-only schedule is torch's format ``compute_only``, a lowered one its
-    ``compute_comms`` (torch 2.15 demands waits for sends in that, which elche has none
-    of).
+    Compute-only schedules use torch's format ``compute_only``, lowered ones its
+    ``compute_comms`` (there torch 2.15 demands waits for sends, which elche does not
+    have).
     """
     out = io.StringIO(newline="")
     csv.writer(out).writerows(map(str, row) for row in schedule.actions)
@@ -36,20 +36,20 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Reads a CSV of actions, torch's files included.
 
-    Idle steps are dropped, ``OVERLAP_F_B`` is unrolled in its order, and what elche has
-    none of is dropped: actions of FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``,
-    ``WAIT_REDUCE_GRAD``) and waits for sends (``WAIT_SEND_F``, ``WAIT_SEND_B``). Only
-    the form is checked here; ``validation.check_schedule`` checks the content.
+    Drops idle steps and unrolls ``OVERLAP_F_B`` in its order. Also drops actions that
+    elche has not: of FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``,
+    ``WAIT_REDUCE_GRAD``) and waits for sends (``WAIT_SEND_F``, ``WAIT_SEND_B``). Checks
+    only the form; ``validation.check_schedule`` checks the content.
 
     Raises:
-        ConfigError: a cell is no action, or the stages cannot be placed.
+        ConfigError: a cell is not an action, or the stages cannot be placed.
     """
     rows = [list(_unrolled(row)) for row in csv.reader(io.StringIO(text, newline=""))]
     return schedule_of(rows, name)
 
 
 def to_text(schedule: Schedule) -> str:
-    """Writes a schedule for people: one line per rank."""
+    """Writes a schedule as readable text: one line per rank."""
     lines = [
         f"# {schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches"
@@ -60,14 +60,14 @@ def to_text(schedule: Schedule) -> str:
 
 
 def schedule_of(rows: Sequence[Sequence[StageAction]], name: str) -> Schedule:
-    """Makes a schedule of bare action lists: infers placement and microbatches.
+    """Builds a schedule from action lists: infers placement and microbatches.
 
     Args:
         rows: actions of each rank.
-        name: of the schedule.
+        name: name for the schedule.
 
     Raises:
-        ConfigError: no actions, a stage on two ranks, or a stage index left out.
+        ConfigError: no actions, a stage on two ranks, or a missing stage index.
     """
     holders: dict[int, int] = {}
     num_microbatches = 0

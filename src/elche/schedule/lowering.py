@@ -1,13 +1,13 @@
 """Sends and receives for a schedule, and the proof that it cannot deadlock.
 
-Each message between two ranks gets a send right after the computation that makes it,
-and a receive on the other rank at the same moment of a simulated run, so before the
-computation that the other rank runs then: posted early, waited for where it is needed
+Each message between two ranks gets a send right after the computation that makes it.
+Its receive is placed on the other rank at the same moment of a simulated run, so before
+the computation that this rank then runs: posted early, waited for where it is needed
 (as torch's ``_add_send_recv`` does). Both ranks of a pair list their messages in the
 same order, which transports without tags need.
 
-The proof is by the strictest transport: a send that ends only when the other rank has
-reached the matching receive, and a receive that ends only with its send. What
+The proof assumes the strictest transport: a send ends only when the other rank has
+reached the matching receive, and a receive ends only with its send. A schedule that
 completes there completes with any amount of buffering, since buffers only let ranks
 run ahead.
 """
@@ -24,19 +24,19 @@ from elche.schedule.timing import CostTable, run_rows
 
 _UNIT = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 _STEPS = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1, Kind.FULL_BACKWARD: -1}
-"""Direction in which the result of a computation goes, in stages."""
+"""Direction in which a computation's result moves, in stages."""
 
 
 def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:
     """Adds sends and receives to a compute-only schedule, for any placement.
 
     Args:
-        schedule: compute only.
-        costs: place the receives at the expected time; None takes equal times.
+        schedule: schedule without sends and receives.
+        costs: costs that determine the positions of receives; None means equal times.
 
     Raises:
-        ConfigError: it is lowered already, incomplete, or deadlocks; the offending
-            actions are printed.
+        ConfigError: the schedule is already lowered, incomplete, or deadlocks; the
+            message lists the offending actions.
     """
     if schedule.is_lowered:
         raise ConfigError(f"schedule {schedule.name} has sends and receives already")
@@ -74,11 +74,11 @@ def check_deadlock_free(schedule: Schedule) -> None:
     """Proves that a lowered schedule completes on every transport.
 
     Args:
-        schedule: with sends and receives.
+        schedule: schedule with sends and receives.
 
     Raises:
-        ConfigError: messages are missing, or ranks wait for each other; each rank's
-            offending action is printed.
+        ConfigError: messages are missing, or ranks deadlock; the message lists each
+            rank's offending action.
     """
     check_schedule(schedule)
     partners, waits = _dependencies(schedule)
@@ -111,10 +111,10 @@ def check_deadlock_free(schedule: Schedule) -> None:
 def _in_order(
     schedule: Schedule, starts: list[list[float]], bursts: list[tuple[int, int]]
 ) -> list[tuple[int, StageAction]]:
-    """Every action with its rank: by start time, and never before what it needs.
+    """Every action with its rank, by start time, after its dependencies.
 
-    What an action needs never starts after it. Where both start together (actions
-    without duration) the order of the simulation decides, which sorting keeps.
+    A dependency never starts after its action. If both start together (actions without
+    duration) the order of the simulation decides, which the stable sort keeps.
     """
     positions = [0] * schedule.num_ranks
     events = []
@@ -132,7 +132,7 @@ def _in_order(
 def _message_after(
     one: StageAction, placement: tuple[int, ...]
 ) -> tuple[StageAction, StageAction] | None:
-    """The send and the receive that follow an action; None where there are none."""
+    """The send and the receive that follow an action, or None."""
     step = _STEPS.get(one.kind, 0)
     other = one.stage + step
     is_inside = step and 0 <= other < len(placement)
@@ -151,10 +151,10 @@ _Links = dict[StageAction, StageAction]
 
 
 def _dependencies(schedule: Schedule) -> tuple[_Links, _Links]:
-    """The other end of each send and receive; what a send or a computation waits for.
+    """The peer of each send and receive; the dependency of each send or computation.
 
     Raises:
-        ConfigError: messages are missing, or there are some that nothing needs.
+        ConfigError: messages are missing or superfluous.
     """
     partners: _Links = {}
     waits: _Links = {}

@@ -43,11 +43,11 @@ def read_stages(
     """Reads the parsed TOML of a stage file.
 
     Args:
-        raw: the document.
-        num_ranks: ranks; None takes the highest that a stage names, plus one.
-        times: F, I, W of a stage without `times`.
-        communication: time of a message, where there is no `link`.
-        memory: units of each rank, where there is no `memory`.
+        raw: the parsed document.
+        num_ranks: number of ranks; None means the highest named rank plus one.
+        times: default F, I, W of a stage.
+        communication: default time of a message.
+        memory: default memory units per rank.
 
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.

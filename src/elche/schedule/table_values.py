@@ -1,7 +1,7 @@
-"""Values of a TOML table, checked as they are read. Pure.
+"""Checked values of a TOML table. Pure.
 
-Every complaint begins with the table, so that a file can be corrected without reading
-code.
+Every error message begins with the table, so that a file can be corrected without
+reading code.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def read_table(
     hidden: Set[str] = frozenset(),
     **given: Any,
 ) -> Table:
-    """A dataclass from a table with its fields.
+    """Builds a dataclass from a table with its fields.
 
     Args:
-        kind: the dataclass; fields in the table are numbers, strings or truth values.
-        where: the table, for messages.
-        raw: the table as TOML gives it.
+        kind: the dataclass; fields in the table are numbers, strings or booleans.
+        where: name of the table, for messages.
+        raw: the table as parsed from TOML.
         also: further keys of the table, which the caller reads.
-        hidden: fields that no table may name.
-        given: fields that the caller has read, whatever the table says.
+        hidden: fields that a table must not set.
+        given: fields that the caller sets, which override the table.
 
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
@@ -65,10 +65,10 @@ def read_table(
 
 
 def whole(table: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """A whole number of a table.
+    """Reads a positive integer from a table.
 
     Raises:
-        ConfigError: it is no such number, or less than 1.
+        ConfigError: the value is not an integer of at least 1.
     """
     value = table.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -79,10 +79,10 @@ def whole(table: Mapping[str, Any], key: str, where: str, default: int = 1) -> i
 
 
 def number(table: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    """A number of a table.
+    """Reads a number from a table.
 
     Raises:
-        ConfigError: it is not a number.
+        ConfigError: the value is not a number.
     """
     value = table.get(key, default)
     if not is_number(value):
@@ -91,10 +91,10 @@ def number(table: Mapping[str, Any], key: str, where: str, default: float) -> fl
 
 
 def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]:
-    """Times of F, I and W.
+    """Reads the times of F, I and W.
 
     Raises:
-        ConfigError: they are not three numbers.
+        ConfigError: the value is not three numbers.
     """
     if not isinstance(raw, list | tuple) or len(raw) != 3:
         raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
@@ -105,10 +105,10 @@ def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]
 
 
 def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The tables of a list in a document; none where it is not there.
+    """The tables of a list in a document; empty if the list is missing.
 
     Raises:
-        ConfigError: it is no list of tables.
+        ConfigError: the value is not a list of tables.
     """
     found = raw.get(name, [])
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
@@ -117,15 +117,15 @@ def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """True if it is a number, and no truth value."""
+    """True if the value is a number, not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None:
-    """Refuses a key that means nothing.
+    """Rejects unknown keys.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: a key is unknown.
     """
     unknown = sorted(table.keys() - known)
     if unknown:

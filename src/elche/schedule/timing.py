@@ -1,14 +1,14 @@
 """Step time of a schedule: an event simulation of its action lists.
 
-A rank runs its actions in order, each as soon as the rank is free and what it needs has
-arrived. A message leaves when the computation (in a lowered schedule: its send) is
-reached and arrives after the link's time; it occupies neither rank.
+A rank runs its actions in order, each as soon as the rank is free and its inputs have
+arrived. A message leaves at the end of its computation (in a lowered schedule: at its
+send) and arrives after the link's time; it occupies neither rank.
 
-Two bubble rates, of the busiest rank's work against the time it takes:
+Two bubble rates, each one minus the busiest rank's work over a time:
 
-- ``bubble_makespan`` counts until the last rank ends: what a step costs that ends in a
-  synchronisation (gradient-norm clipping, an all-rank barrier).
-- ``bubble_span`` counts the longest time from a rank's own first action to its own
+- ``bubble_makespan`` takes the time until the last rank ends: the cost of a step that
+  ends in a synchronisation (gradient-norm clipping, an all-rank barrier).
+- ``bubble_span`` takes the longest time from a rank's own first action to its own
   last: the metric of the zero-bubble paper, reached only where no barrier ends a step.
 """
 
@@ -28,13 +28,13 @@ class Timing:
     """Times of a step, in the unit of the costs.
 
     Attributes:
-        makespan: from the first action of all ranks to the last one's end.
-        starts: when each rank begins its first action; 0 for a rank without any.
-        ends: when each rank ends its last.
+        makespan: time from the first action of any rank to the last end.
+        starts: start of each rank's first action; 0 for a rank without any.
+        ends: end of each rank's last action.
         busy: time that each rank computes.
-        peak_activations: most activation memory that each rank holds at once, in the
-            units of `StageCost.activation`.
-        action_starts: of every action of each rank, in its order.
+        peak_activations: peak activation memory of each rank, in the units of
+            `StageCost.activation`.
+        action_starts: start of every action of each rank, in its order.
     """
 
     makespan: float
@@ -53,17 +53,17 @@ class Timing:
 
     @property
     def bubble_makespan(self) -> float:
-        """Share of the makespan in which the busiest rank idles."""
+        """Fraction of the makespan in which the busiest rank idles."""
         return _lost(max(self.busy), self.makespan)
 
     @property
     def bubble_span(self) -> float:
-        """Share of the longest span beyond the busiest rank's work."""
+        """Fraction of the longest span beyond the busiest rank's work."""
         return _lost(max(self.busy), max(self.spans))
 
     @property
     def bubble_per_rank(self) -> tuple[float, ...]:
-        """Share of the makespan in which each rank idles."""
+        """Fraction of the makespan in which each rank idles."""
         return tuple(_lost(busy, self.makespan) for busy in self.busy)
 
 
@@ -71,12 +71,12 @@ class CostTable:
     """Costs in flat lists, for the inner loops.
 
     Attributes:
-        durations: by ``stage * 8 + kind``; sends and receives take none.
-        releases: memory that an action frees at its end (negative: takes at its
-            start), likewise.
+        durations: durations by ``stage * 8 + kind``; 0 for sends and receives.
+        releases: memory that an action frees at its end (negative: allocates at its
+            start), indexed likewise.
         links: time of a message between each stage and the next.
         rank_of: the rank of each stage.
-        work: time that each rank computes for a microbatch, B or I and W.
+        work: compute time of each rank per microbatch, with the cheaper of B and I + W.
     """
 
     def __init__(self, costs: PipelineCosts) -> None:
@@ -107,8 +107,8 @@ def simulate(schedule: Schedule, costs: PipelineCosts) -> Timing:
     """Times a schedule, compute only or lowered.
 
     Args:
-        schedule: to run.
-        costs: for its stages, in its placement.
+        schedule: schedule to simulate.
+        costs: costs of its stages, in its placement.
 
     Raises:
         ConfigError: the costs are for another placement, an action is missing, twice,
@@ -137,19 +137,19 @@ def run_rows(
     """Start times of all actions.
 
     Args:
-        rows: codes of each rank; each stage's F stands before its I, I before W.
+        rows: codes of each rank; each stage's F precedes its I, I precedes W.
         table: the costs.
-        count: microbatches.
+        count: number of microbatches.
         is_lowered: messages leave at the sends in `rows`, else with the computation.
-        bursts: gets the order of the simulation, which respects all dependencies: a
-            rank, and how many of its next actions.
+        bursts: receives the order of the simulation, which respects all dependencies:
+            pairs of a rank and its number of consecutive actions.
 
     Raises:
-        ConfigError: the lists deadlock; the message shows what each rank waits for.
+        ConfigError: the lists deadlock; the message shows each rank's missing input.
     """
     durations, links, rank_of = table.durations, table.links, table.rank_of
     last = table.num_stages - 1
-    # Whether a stage's results reach the next, and the one before, without a send.
+    # Whether a stage's results reach the next stage without a send, and back.
     direct = [not is_lowered or rank_of[s] == rank_of[s + 1] for s in range(last)]
     forward_at = [0.0] * count + [-1.0] * (last * count)
     backward_at = [-1.0] * (last * count) + [0.0] * count
@@ -204,7 +204,7 @@ def run_rows(
 def makespan_of(
     rows: Rows, starts: list[list[float]], table: CostTable, count: int
 ) -> float:
-    """Time of the whole step, from the start times of `run_rows`."""
+    """Time of the whole step, computed from the start times of `run_rows`."""
     ends = (
         times[-1] + table.durations[(row[-1] >> 3) // count * 8 + (row[-1] & 7)]
         for row, times in zip(rows, starts, strict=True)
@@ -214,7 +214,7 @@ def makespan_of(
 
 
 def peaks(rows: Rows, table: CostTable, count: int) -> list[float]:
-    """Most activation memory that each rank holds at once."""
+    """Peak activation memory of each rank."""
     releases = table.releases
     found = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The `Trainer`: its loop, evaluation, its handle, and its end."""
+"""The `Trainer`: its loop, evaluation, handle and result."""
 
 from elche.trainer.handle import TrainingHandle as TrainingHandle
 from elche.trainer.handle import TrainingPhase as TrainingPhase

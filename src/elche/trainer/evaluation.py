@@ -1,7 +1,7 @@
 """Evaluation and prediction over ranks: whole batches, divided by measured speed.
 
-The batches are those of one process, so each value is the one that a single device
-would get, and means are rounded once: they do not depend on who evaluated what.
+The batches are those of one process, so each value equals that of a single device.
+Means are rounded once, so they do not depend on the division among ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elche.session.process import process
 from elche.session.ranks import gather_rows, map_rows
 
 Values = float | torch.Tensor | dict[str, Any]
-"""Result of a step on one batch: a number, or several by name."""
+"""Result of a step on one batch: a number, or several numbers by name."""
 
 
 def evaluate(
@@ -34,31 +34,31 @@ def evaluate(
     *,
     weight_of: WeightOf | None = None,
 ) -> Any:
-    """The mean of what a function says of the batches, over all samples of a loader.
+    """Mean of a function's values over all samples of a loader.
 
     ::
 
         model.eval()
         loss = elche.evaluate(lambda b: F.cross_entropy(model(b[0]), b[1]), test_loader)
 
-    Ranks divide the batches by the speed that they had in the last evaluation, before
-    that in training. The batches are those of one device, and the mean is rounded once,
-    whoever evaluated what. Every rank calls it: between epochs, or inside the loop
+    Ranks divide the batches by their speed in the last evaluation, or else in training.
+    The batches are those of one device, and the mean is rounded once, so the division
+    does not change it. Every rank must call it: between epochs, or inside the loop
     under ``sync``.
 
     Args:
         step: called without gradient with each batch, on this rank's device; returns
             the batch's mean, or a dictionary of means.
-        loader: a DataLoader of the whole set, in its order, not through `elche.setup`.
-        weight_of: what a batch counts, as in `elche.setup`; None for its samples.
+        loader: a DataLoader of the whole set, in order, not through `elche.setup`.
+        weight_of: weight of a batch, as in `elche.setup`; None for its samples.
 
     Returns:
-        The mean as a float, or a dictionary of floats; the same on every rank. Not a
-        number where a batch's value is not, or all weights are 0.
+        The mean as a float, or a dictionary of floats; the same on every rank. NaN if a
+        batch's value is NaN, or all weights are 0.
 
     Raises:
-        ConfigError: the loader cannot be divided, the step returns something else,
-            there is no run, or this is the inside of a loop in windows.
+        ConfigError: the loader cannot be divided, the step returns another type, there
+            is no run, or a loop in windows is in progress.
         CommunicationError: a rank did not call it in time.
     """
     weights = None if weight_of is None else BatchWeights(weight_of, ranks.rank())
@@ -71,24 +71,24 @@ def predict(
     *,
     on: Literal["all", "main"] = "all",
 ) -> Any:
-    """Results of a function for every sample of a loader, in the order of its data set.
+    """Results of a function for every sample of a loader, in the data set's order.
 
-    Divided as by `elche.evaluate`, and called where that is.
+    Divided as in `elche.evaluate`, with the same rules for calls.
 
     Args:
         step: called without gradient with each batch, on this rank's device; returns a
             row for each sample: a tensor, or tensors in lists, tuples and dictionaries.
-        loader: a DataLoader of the whole set, in its order, not through `elche.setup`.
-        on: ``"main"`` hands the rows to rank 0 alone, and None to the others. (They
-            come through every rank's memory.)
+        loader: a DataLoader of the whole set, in order, not through `elche.setup`.
+        on: ``"main"`` returns the rows on rank 0 alone, and None on the others. (They
+            still pass through every rank's memory.)
 
     Returns:
-        The same with the rows of all samples, on the CPU.
+        The same structure with the rows of all samples, on the CPU.
 
     Raises:
-        ConfigError: the loader cannot be divided, there are not as many rows as
-            samples, rows differ in shape, there is no run, or this is the inside of a
-            loop in windows.
+        ConfigError: the loader cannot be divided, the number of rows differs from the
+            samples, rows differ in shape, there is no run, or a loop in windows is in
+            progress.
         CommunicationError: a rank did not call it in time.
     """
     if on not in ("all", "main"):
@@ -122,13 +122,13 @@ def evaluate_by(
     weights: BatchWeights | None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Evaluates as `evaluate` does; the step also receives the weight of its batch.
+    """Evaluates like `evaluate`, with a step that also receives the batch's weight.
 
     Args:
-        step: as there, and called with the batch's weight.
-        loader: as there.
-        weights: what batches weigh; None: their samples.
-        is_over: asked before each batch; where it is the (one) mean is NaN.
+        step: as in `evaluate`, called with the batch and its weight.
+        loader: as in `evaluate`.
+        weights: weights of batches; None for their samples.
+        is_over: polled before each batch; True stops with NaN as the mean.
     """
     part = _Part.of(loader, "elche.evaluate")
     names, is_one = [""], True
@@ -157,8 +157,8 @@ def evaluate_by(
 class _Part:
     """This rank's batches, as indices of samples.
 
-    Without any it has the first one all the same (``is_own`` is False), to know the
-    form of what the others bring.
+    A rank without batches still gets the first one (``is_own`` is False), to know the
+    structure of the others' results.
     """
 
     loader: DataLoader[Any]
@@ -181,7 +181,7 @@ class _Part:
         return _Part(loader, call, indices, is_own, speeds, time.monotonic())
 
     def batches(self) -> Iterator[tuple[list[int], Any]]:
-        """Indices and data of each; the global random generator is left alone."""
+        """Indices and data of each batch; does not use the global random generator."""
         given = self.loader
         loader: DataLoader[Any] = DataLoader(
             given.dataset,
@@ -194,14 +194,14 @@ class _Part:
             multiprocessing_context=given.multiprocessing_context,
             generator=torch.Generator(),
         )
-        with torch.device("cpu"):  # whatever the script made torch's default device
+        with torch.device("cpu"):  # overrides the script's default device
             loaded = iter(loader)
         return zip(self.indices, loaded, strict=True)
 
     def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The rows of all ranks, and their speeds; None if one has died with its part.
+        """Gathers the rows of all ranks; None if a rank has died with its part.
 
-        The speeds are kept for the next evaluation.
+        Stores the ranks' speeds for the next evaluation.
         """
         samples = sum(map(len, self.indices)) if self.is_own else 0
         speed = samples / max(time.monotonic() - self.began_s, 1e-9)
@@ -218,16 +218,16 @@ class _Part:
 
 
 def _speeds_of_rank_0(call: str) -> tuple[float, ...]:
-    """The speeds that rank 0 uses: ranks with other measurements must agree."""
+    """Speeds known to rank 0, on which ranks with other measurements must agree."""
     agreed: tuple[float, ...] = ()
-    while len(agreed) != ranks.world_size():  # again, where a rank has died
+    while len(agreed) != ranks.world_size():  # repeat if a rank has died
         mine = _float64(_known_speeds() if ranks.rank() == 0 else ())
         agreed = tuple(gather_rows(mine, call, is_of_batch=False).tolist())
     return agreed
 
 
 def _known_speeds() -> tuple[float, ...]:
-    """Of the last evaluation, before that of training, before that equal ones."""
+    """Speeds in the last evaluation, else in training, else equal speeds."""
     last = None if process.metrics is None else process.metrics.newest_epoch()
     trained = () if last is None else last.rank_samples_per_s
     for speeds in (process.evaluation_speeds, trained):
@@ -241,7 +241,7 @@ def _float64(rows: Sequence[Any]) -> torch.Tensor:
 
 
 def batches_of(rank: int, speeds: Sequence[float], batches: int) -> tuple[int, int]:
-    """A rank's batches, from and to, where ranks divide them by speed."""
+    """First and end index of a rank's batches, divided by speed."""
     total = math.fsum(speeds)
 
     def end(count: int) -> int:
@@ -251,10 +251,10 @@ def batches_of(rank: int, speeds: Sequence[float], batches: int) -> tuple[int, i
 
 
 def _checked(loader: object) -> tuple[int, int]:
-    """Samples, and samples of a batch.
+    """Number of samples, and batch size.
 
     Raises:
-        ConfigError: it cannot be divided in the order of its data set.
+        ConfigError: the loader cannot be divided in the order of its data set.
     """
     if isinstance(loader, RunLoader) or not isinstance(loader, DataLoader):
         raise ConfigError(
@@ -293,7 +293,7 @@ def _number(value: Any) -> float:
 
 
 def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
-    """Rounded once; what weighs nothing does not count."""
+    """Weighted mean, rounded once; values with weight 0 are ignored."""
     parts = [(w, v * w) for w, v in zip(weights, values, strict=True) if w]
     try:
         return math.fsum(v for _, v in parts) / math.fsum(w for w, _ in parts)

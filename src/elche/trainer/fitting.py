@@ -40,14 +40,14 @@ BY_LAUNCHER: Final = ("ELCHE_CHECKPOINT_DIR", "ELCHE_RESUME")
 
 
 class Fitting:
-    """One training, with a run of its own.
+    """One training, with its own run.
 
     Args:
-        recipe: what is trained, and how.
-        stops: looked at between batches.
+        recipe: functions and settings of the training.
+        stops: stop request, polled between batches.
 
     Attributes:
-        metrics: of the run.
+        metrics: metrics of the run.
     """
 
     def __init__(self, recipe: Recipe, stops: StopRequest) -> None:
@@ -101,11 +101,11 @@ class Fitting:
         )
 
     def run(self, *, heeds_signals: bool) -> TrainResult:
-        """Trains, evaluates, and collects.
+        """Trains, evaluates, and collects the result.
 
         Args:
-            heeds_signals: SIGINT and SIGTERM come to the request to stop; the launcher
-                is told, and leaves it to that.
+            heeds_signals: whether SIGINT and SIGTERM are turned into the stop request;
+                the launcher is notified, and does not interfere.
         """
         run = current_run()
         worker = run.worker if run is not None and heeds_signals else None
@@ -126,7 +126,7 @@ class Fitting:
             record = self._record(epoch, is_whole)
             stopped_by = self._agreed(is_whole)
             is_judged = is_whole
-            if stopped_by and math.isnan(record.eval_loss or 0.0):  # broken off
+            if stopped_by and math.isnan(record.eval_loss or 0.0):  # interrupted
                 record, is_judged = replace(record, eval_loss=None), False
             if is_whole or record.samples:
                 epochs.records.append(record)
@@ -151,7 +151,7 @@ class Fitting:
         )
 
     def _train_epoch(self) -> bool:
-        """Trains on this rank's part of an epoch; False: a rank has ended it early."""
+        """Trains this rank's part of an epoch; False if a rank has ended it early."""
         self._model.train()
         epoch: Any = iter(self._loader)
         with contextlib.closing(epoch) as batches:
@@ -168,10 +168,10 @@ class Fitting:
         return not run.was_left_early
 
     def _is_to_stop(self) -> bool:
-        """True if this rank leaves the loop here; all do where none can alone."""
+        """True if this rank leaves the loop here; all do if forward synchronises."""
         self._stops.check()
         if process.checkpoints.ends_by_cut:
-            return False  # it ends by itself, on all ranks, where nothing is lost
+            return False  # the loop ends at the cut, on all ranks, without loss
         is_asked, run = bool(self._stops.reason), current_run()
         if run is None or not run.meets_in_forward:
             return is_asked
@@ -207,7 +207,7 @@ class Fitting:
         self.metrics.log("loss", loss)
 
     def _update(self) -> None:
-        """One step of the optimizers by the gradients that are there."""
+        """One step of the optimizers with the current gradients."""
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         for optimizer in self._optimizers:
@@ -217,7 +217,7 @@ class Fitting:
     def _rates(
         self, optimizer: torch.optim.Optimizer, total_samples: int
     ) -> ProgressLR | None:
-        """Scheduler of the rate of every step; None scales it once."""
+        """Scheduler of every step's learning rate; None if it is scaled only once."""
         schedule = self._config.lr_schedule
         factor = self._config.lr_scale
         if schedule is not None:
@@ -237,7 +237,7 @@ class Fitting:
             )
 
     def _state(self) -> dict[str, Any]:
-        """The consensus, copied to the CPU."""
+        """State dict of the consensus, copied to the CPU."""
         return {
             name: value.detach().to("cpu", copy=True)
             if isinstance(value, torch.Tensor)
@@ -292,13 +292,13 @@ logger = logging.getLogger(__name__)
 
 @final
 class TrainedEpochs:
-    """Records of epochs and the best of them; the same on every rank.
+    """Records of epochs, and the best epoch; the same on every rank.
 
     Attributes:
-        records: of all epochs, those before a resume included.
-        resumed: how many of them were there before it.
-        best_metric: of the best epoch, None before there is one.
-        best_state: the model's, after it.
+        records: records of all epochs, including those before a resume.
+        resumed: number of records from before a resume.
+        best_metric: metric of the best epoch; None before there is one.
+        best_state: state of the model after the best epoch.
     """
 
     def __init__(self, config: TrainerConfig) -> None:
@@ -310,7 +310,7 @@ class TrainedEpochs:
         self.best_state: dict[str, Any] | None = None
 
     def numbers(self) -> Iterator[int]:
-        """Numbers of the epochs to train, those left where the run is resumed."""
+        """Numbers of the epochs to train; after a resume those that remain."""
         config, by_launcher = self._config, any(map(os.environ.get, BY_LAUNCHER))
         by_number = config.checkpoint_dir is None and not launch_facts().may_grow
         if by_number and not by_launcher:
@@ -327,7 +327,7 @@ class TrainedEpochs:
         return keeper.epochs(config.epochs)
 
     def judge(self, record: EpochRecord, state: Callable[[], dict[str, Any]]) -> bool:
-        """Looks at an epoch; returns whether training is to end. NaN is no better."""
+        """Judges an epoch; True if training should end. NaN is no improvement."""
         config = self._config.early_stopping
         if config is None:
             return False
@@ -352,7 +352,7 @@ class TrainedEpochs:
         return {"records": [asdict(each) for each in self.records], "best": best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from :meth:`state_dict`."""
+        """Restores from :meth:`state_dict`."""
         self.records = [EpochRecord(**record) for record in state["records"]]
         self.resumed = len(self.records)
         best = state["best"]

@@ -38,18 +38,19 @@ class TrainingPhase(Enum):
 
 @final
 class TrainingHandle:
-    """A training under way in a thread of this process; made by `Trainer.start`.
+    """A training in progress in a thread of this process; made by `Trainer.start`.
 
-    Its methods may be called from any other thread. While it trains, the process's main
-    thread hears of SIGINT (Ctrl-C) and SIGTERM for it, if the handle was made there and
-    the script has no handlers of its own: the first is a `stop`, the second an `abort`.
+    Its methods may be called from any other thread. During training, SIGINT (Ctrl-C)
+    and SIGTERM act on it if the handle was made in the main thread and the script has
+    no
+    handlers of its own: the first is a `stop`, the second an `abort`.
 
     Args:
-        fit: trains, and looks at the request; told whether signals are heeded, and
-            whom to give the run's metrics.
+        fit: trains, and polls the stop request; its further arguments are whether
+            signals are handled, and a callback for the run's metrics.
 
     Attributes:
-        error: what ended it, None if nothing did.
+        error: exception that ended the training, or None.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class TrainingHandle:
         self.error: BaseException | None = None
 
     def begin(self) -> None:
-        """Begins to train; called by `Trainer.start`.
+        """Starts the training; called by `Trainer.start`.
 
         Raises:
-            ConfigError: another Trainer trains in this process.
+            ConfigError: another Trainer is training in this process.
         """
         refuse_beside()
         process.training = self._thread
@@ -77,7 +78,7 @@ class TrainingHandle:
         self._thread.start()
 
     def poll(self) -> TrainingPhase:
-        """The phase that it is in; does not wait."""
+        """Returns the current phase without waiting."""
         if not self._thread.is_alive():
             is_done = self._result is not None
             return TrainingPhase.FINISHED if is_done else TrainingPhase.FAILED
@@ -89,19 +90,19 @@ class TrainingHandle:
         return [] if self._view is None else self._view.windows()
 
     def stop(self, timeout_s: float | None = None) -> TrainResult:
-        """Ends the training, on all ranks, and returns what there is.
+        """Ends the training on all ranks, and returns the result so far.
 
-        After the batch in hand; what all ranks were given by then is committed, and
-        with ``checkpoint_dir`` a last checkpoint made. Called on every rank, or on one
-        alone. A rank that `sync` has left out of steps hears it only at the epoch's
-        end; rank 0 is never left out.
+        It ends after the current batch. Everything granted to ranks by then is
+        committed, and with ``checkpoint_dir`` a last checkpoint is made. Call it on
+        every rank, or on only one. A rank excluded by `sync` receives the request only
+        at the epoch's end; rank 0 is never excluded.
 
         Args:
-            timeout_s: most seconds to wait; None for as long as the run's own deadlines
-                let it.
+            timeout_s: most seconds to wait; None waits as long as the run's own
+                deadlines allow.
 
         Raises:
-            DeadlineError: it had not ended by then; it goes on ending.
+            DeadlineError: the training had not ended by then; it is still ending.
             ElcheError: as `Trainer.fit`.
         """
         self._request.stop("stop")
@@ -116,20 +117,20 @@ class TrainingHandle:
             return
         self._request.abort()
         run = current_run()
-        if run is not None:  # ends the waits of this rank too
+        if run is not None:  # also ends the waits of this rank
             error = AbortedError("the training was aborted")
             with contextlib.suppress(ElcheError):
                 run.worker.send(failure_of(run.worker.rank, error))
 
     def join(self, timeout_s: float | None = None) -> TrainResult:
-        """Waits for the end.
+        """Waits for the end and returns the result.
 
         Raises:
-            DeadlineError: it did not come within ``timeout_s``; it trains on.
+            DeadlineError: the training takes longer than ``timeout_s``; it continues.
             AbortedError: `abort` was called here.
             ConfigError: the training thread (a callback) would wait for itself.
-            ElcheError: as `Trainer.fit`; or what a callback, the loss function or the
-                data set has raised.
+            ElcheError: as `Trainer.fit`; also any exception of a callback, the loss
+                function or the data set.
         """
         if threading.current_thread() is self._thread:
             raise ConfigError(

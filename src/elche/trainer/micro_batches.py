@@ -1,19 +1,19 @@
-"""Batches run in micro-batches where the device does not hold them at once.
+"""Runs batches in micro-batches if the device cannot hold them at once.
 
-For a loop that the library owns: what it runs forward and backward it can run again.
-When the device runs out of memory the attempt is taken back (gradients, statistics,
-random numbers) and the batch is run again in more micro-batches (2, 3, 4, then half as
-many again), whose gradients add up to that of the whole. The size that fits is the
-device's cap from then on; it is more than half of what there is room for.
-The ranks then reduce once, as ever: the others notice nothing but the time it takes.
+This needs a loop owned by the library, which can rerun forward and backward. When the
+device runs out of memory, the attempt is rolled back (gradients, statistics, random
+numbers). The batch is run again in more micro-batches (2, 3, 4, then half as many
+again), whose gradients sum to that of the whole. The size that fits becomes the
+device's cap; it is more than half of the possible size. The ranks still reduce once:
+the others only see the time it takes.
 
-Statistics and random numbers are kept for that at batches that are larger than any
-before, and not at every step: where a size fails that had fitted (longer samples, a
-fragmented memory), statistics keep what the attempt has added.
+Statistics and random numbers are saved only for batches larger than any before, not at
+every step. If a size fails that fitted before (longer samples, fragmented memory),
+statistics keep the contribution of the failed attempt.
 
-Where the failed backward pass had already sent buckets of gradients, these stay sent:
-a bucket goes when all its gradients are complete, and those of the same samples are
-the same, however they are divided. (With dropout they are those of the first masks.)
+Buckets of gradients that the failed backward pass has already sent stay sent. A bucket
+is sent when all its gradients are complete, and those of the same samples are equal
+however they are divided. (With dropout they are those of the first masks.)
 """
 
 from __future__ import annotations
@@ -43,21 +43,20 @@ class MicroBatches:
     """Runs batches forward and backward, in as few parts as the device needs.
 
     Args:
-        model: the model, in training.
-        device: where it is.
-        max_samples: samples that the device holds at once; None if that is not known
-            to be limited.
-        least_samples: of a micro-batch: BatchNorm cannot train on one sample.
-        is_sum: the loss is a sum over samples; else their mean.
-        weights: what a part of a batch weighs in that mean; None: its samples.
-        host: the run on several ranks; None on one.
-        on_part: called before each micro-batch with its part of the batch, 0 to 1.
+        model: the model, in training mode.
+        device: device of the model.
+        max_samples: most samples that the device holds at once; None if unknown.
+        least_samples: minimum samples of a micro-batch: BatchNorm cannot train on one.
+        is_sum: whether the loss is a sum over samples instead of their mean.
+        weights: weight of a part of a batch in that mean; None for its samples.
+        host: the run on several ranks; None on one rank.
+        on_part: called before each micro-batch with its fraction of the batch, 0 to 1.
 
     Attributes:
-        max_samples: samples that the device holds at once, None if not known.
+        max_samples: most samples that the device holds at once; None if unknown.
 
     Raises:
-        ConfigError: with this ``max_samples`` not every larger batch can be divided.
+        ConfigError: with this ``max_samples`` some larger batches cannot be divided.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class MicroBatches:
         self._weights = weights
         self._host = host
         self._on_part = on_part
-        self._buffers = tuple(model.buffers())  # that a forward pass may write
+        self._buffers = tuple(model.buffers())  # a forward pass may write them
         self._proven = 0
         self.max_samples = max_samples
 
@@ -94,16 +93,16 @@ class MicroBatches:
         """Adds the gradient of a batch's loss to ``p.grad``, which must be None before.
 
         Args:
-            batch: on the device.
-            samples: of it; 0 where nobody knows.
-            loss_of: the scalar loss of a batch, or of a part of it.
+            batch: batch on the device.
+            samples: samples of the batch; 0 if unknown.
+            loss_of: scalar loss of a batch, or of a part of it.
 
         Returns:
             The loss of the whole batch, detached.
 
         Raises:
             ConfigError: the device runs out of memory and the batch cannot be divided
-                (further); says why.
+                (further); the message has the reason.
         """
         before: _Moment | None = None
         while True:
@@ -117,11 +116,11 @@ class MicroBatches:
             else:
                 self._proven = max(self._proven, parts[0][1])
                 return loss
-            # out of the handler, which holds what the attempt has allocated
+            # Outside of the handler, whose traceback keeps the attempt's tensors alive.
             self._take_back(before)
 
     def _divide(self, batch: Any, samples: int) -> list[tuple[Any, int]]:
-        """Micro-batches of about one size, the larger first, and their samples."""
+        """Micro-batches of almost equal size, larger ones first, with their samples."""
         length = batch_length(batch)
         count = passes_of(length, self.max_samples)
         if count == 1 or self._why_whole(length, batch, samples):
@@ -158,9 +157,9 @@ class MicroBatches:
         return total
 
     def _weighed(self, parts: Sequence[tuple[Any, int]]) -> list[tuple[Any, float]]:
-        """Micro-batches and their shares of the whole; without those of no weight.
+        """Micro-batches and their shares of the batch; without those of weight 0.
 
-        A mean over no token is NaN, and so is NaN times 0.
+        A mean over no tokens is NaN, and NaN times 0 is NaN.
         """
         counts = [float(samples) for _, samples in parts]
         weights = self._weights
@@ -178,7 +177,7 @@ class MicroBatches:
         samples: int,
         error: BaseException,
     ) -> None:
-        """Lowers the size cap after running out of memory: more micro-batches."""
+        """Lowers the size cap after running out of memory."""
         size = parts[0][1]
         why_not = self._why_whole(size, batch, samples)
         if why_not:
@@ -226,7 +225,7 @@ class MicroBatches:
         return ""
 
     def _take_back(self, before: _Moment | None) -> None:
-        """Makes everything as it was before the attempt."""
+        """Restores the state before the attempt."""
         for parameter in self._model.parameters():
             parameter.grad = None
         if self._host is not None:
@@ -239,7 +238,7 @@ class MicroBatches:
 
 @final
 class _Moment:
-    """Random numbers and statistics at the beginning of a batch."""
+    """Random numbers and statistics at the start of a batch."""
 
     def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor]) -> None:
         self._device = device
@@ -250,7 +249,7 @@ class _Moment:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Makes them so again."""
+        """Restores the saved state."""
         for buffer, value in self._kept:
             buffer.copy_(value)
         torch.set_rng_state(self._host_state)
@@ -259,14 +258,14 @@ class _Moment:
 
 
 def cut_batch(batch: Any, start: int, stop: int, length: int) -> Any:
-    """Samples ``start`` to ``stop`` of everything in a batch of ``length``.
+    """Cuts samples ``start`` to ``stop`` from a batch of ``length``.
 
-    Tensors are cut along dimension 0, and so are lists and tuples that hold one thing
-    per sample and no tensor. Single numbers, texts and tensors of no dimension belong
-    to every sample.
+    Tensors are cut along dimension 0, and so are lists and tuples with one item per
+    sample and no tensor. Single numbers, texts and 0-dimensional tensors belong to
+    every sample.
 
     Raises:
-        ConfigError: something in it has another length, or cannot be cut.
+        ConfigError: an item has another length, or cannot be cut.
     """
 
     def is_whole(item: Any) -> bool:
@@ -285,7 +284,7 @@ def cut_batch(batch: Any, start: int, stop: int, length: int) -> Any:
             return item[start:stop]
         if isinstance(item, (list, tuple)):
             return item[start:stop]
-        if isinstance(item, Mapping):  # one that torch does not look into
+        if isinstance(item, Mapping):  # a mapping that is no pytree node
             same: Any = copy.copy(item)
             same.update(
                 {key: cut_batch(item[key], start, stop, length) for key in item}

@@ -1,4 +1,4 @@
-"""A `Trainer`'s recipe: how model, optimizer, loader and loss are made."""
+"""A `Trainer`'s recipe: makes model, optimizer, loader and loss."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 class Recipe:
-    """Makes what is trained.
+    """Makes the objects of a training.
 
     Args:
         model_fn: makes the model.
         optimizer_fn: makes its optimizer, or several.
-        loss_fn: of output and target, or of model and batch.
+        loss_fn: function of output and target, or of model and batch.
         config: the settings.
-        names_no_policy: the policy is the default's.
+        names_no_policy: whether the policy is the default.
 
     Raises:
-        ConfigError: one of the functions is none.
+        ConfigError: a function is not callable.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Recipe:
         self.names_no_policy = names_no_policy
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The loss of a batch.
+        """Computes the loss of a batch.
 
         Raises:
-            ConfigError: it is not a scalar tensor, or the batch is no pair.
+            ConfigError: the loss is not a scalar tensor, or the batch is not a pair.
         """
         if self._takes_model:
             loss = self._loss_fn(model, batch)
@@ -87,7 +87,7 @@ class Recipe:
     def build(
         self,
     ) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...], DataLoader[Any]]:
-        """Makes model, optimizers and loader of this rank."""
+        """Makes this rank's model, optimizers and loader."""
         config = self.config
         if config.run.seed is not None:
             torch.manual_seed(config.run.seed)
@@ -107,12 +107,12 @@ class Recipe:
         return model, optimizers, loader
 
     def weights(self) -> BatchWeights | None:
-        """Weights of batches; None: their numbers of samples."""
+        """Weights of batches; None for their numbers of samples."""
         weight_of = self.config.weight_of
         return None if weight_of is None else BatchWeights(weight_of, ranks.rank())
 
     def loader_over(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """A loader of evaluation batches."""
+        """Makes a loader of evaluation batches."""
         config = self.config
         return DataLoader(
             dataset,
@@ -122,7 +122,7 @@ class Recipe:
         )
 
     def mean_loss_of(self, model: nn.Module) -> Callable[[Any, float], torch.Tensor]:
-        """A step of evaluation: the mean loss of a batch of some weight."""
+        """Returns an evaluation step: the mean loss of a batch with a given weight."""
         is_sum = self.config.run.loss_reduction == "sum"
 
         def step(batch: Any, weight: float) -> torch.Tensor:

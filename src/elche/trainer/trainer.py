@@ -31,10 +31,10 @@ class Trainer:
     """Trains a model on all ranks of this run.
 
     Args:
-        model_fn: makes the model; called once on every rank, which then gets rank 0's
+        model_fn: makes the model; called once on every rank, which then adopts rank 0's
             parameters.
-        optimizer_fn: makes the optimizer from the model's parameters, or several in a
-            list, which are stepped one after another.
+        optimizer_fn: makes the optimizer from the model's parameters, or a list of
+            optimizers, which are stepped one after another.
         loss_fn: ``loss_fn(output, target)`` of a batch ``(input, target)``, such as
             ``nn.CrossEntropyLoss()``; or ``loss_fn(model, batch)`` if its first
             parameter is called ``model``. Returns a scalar: the mean over the batch
@@ -67,16 +67,16 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Trains for all epochs; every rank must call it.
 
-        SIGINT (Ctrl-C) and SIGTERM end it after the batch in hand, on all ranks, with a
-        result (``result.stopped_by``); a second one ends it as without elche. So it is
-        where it is called in the main thread of a script without handlers of its own,
-        and once all ranks have met. Where checkpoints are made by time
-        (``checkpoint_dir=``, or the launcher's) a last one is made, of all that ranks
-        were given by then; an evaluation under way is broken off. Under `elche run` all
-        of that, and what comes after it, has 30 s.
+        SIGINT (Ctrl-C) and SIGTERM end it after the current batch, on all ranks, with a
+        result (``result.stopped_by``); a second signal has its usual effect. This
+        requires a call in the main thread, a script without handlers of its own, and
+        connected ranks. If checkpoints are made by time (``checkpoint_dir=``, or the
+        launcher's), a last one is made with everything granted to ranks by then. An
+        evaluation in progress is interrupted. Under `elche run` all of that, and the
+        rest of the script, has 30 s.
 
         Returns:
-            The consensus and what happened, the same on every rank.
+            The consensus and the run's records, the same on every rank.
 
         Raises:
             ConfigError: the loss is not a scalar, or an argument is wrong.
@@ -84,19 +84,19 @@ class Trainer:
             NonFiniteError: a rank's update was not finite twice in a row, or the
                 parameters are NaN under ``sync``; see `elche.WindowConfig.non_finite`.
             RemoteRankError: another rank failed.
-            CommunicationError: the ranks did not come together, or lost each other;
-                `DeadlineError` where a wait took longer than ``timeout_s``.
+            CommunicationError: the ranks did not connect, or lost their connections;
+                `DeadlineError` if a wait took longer than ``timeout_s``.
         """
         return self._fit(StopRequest())
 
     def start(self) -> TrainingHandle:
-        """Trains as `fit` does, in a thread; every rank must call it.
+        """Trains like `fit`, in a thread; every rank must call it.
 
-        Model, callbacks and loss function run in that thread. What torch keeps per
-        thread (``torch.autocast``, ``torch.device`` as a context) is not handed on.
+        Model, callbacks and loss function run in that thread. torch's per-thread state
+        (``torch.autocast``, ``torch.device`` as a context) is not passed to it.
 
         Raises:
-            ConfigError: another Trainer trains in this process.
+            ConfigError: another Trainer is training in this process.
         """
         handle = TrainingHandle(self._fit)
         handle.begin()
@@ -108,15 +108,15 @@ class Trainer:
         """The mean loss over a data set; see `elche.evaluate`. Every rank calls it.
 
         Args:
-            dataset: map-style, of items as in training.
-            state: of the model, such as ``result.best_state``; None for what `fit` has
-                brought last. Rank 0's counts.
+            dataset: map-style data set, with items as in training.
+            state: state of the model, such as ``result.best_state``; None for the last
+                result of `fit`. Rank 0's state is used.
 
         Returns:
             The mean by samples, or by ``weight_of``; the same on every rank.
 
         Raises:
-            ConfigError: `fit` is under way, or the data set cannot be divided.
+            ConfigError: `fit` is in progress, or the data set cannot be divided.
             ElcheError: as `fit`.
         """
         loader = self._recipe.loader_over(dataset)
@@ -136,13 +136,14 @@ class Trainer:
         """Predictions for every item, in order; see `elche.predict`.
 
         Args:
-            dataset: map-style. Of a batch that is a pair the model gets the first part.
-            step: ``step(model, batch)`` in place of that.
-            state: as for `evaluate`.
-            on: ``"all"`` ranks get the rows, or ``"main"``, rank 0 alone.
+            dataset: map-style data set. If a batch is a pair, the model receives its
+                first part.
+            step: ``step(model, batch)`` to use instead of the model.
+            state: as in `evaluate`.
+            on: ``"all"`` ranks receive the rows, or ``"main"``, rank 0 alone.
 
         Raises:
-            ConfigError: `fit` is under way, or the data set cannot be divided.
+            ConfigError: `fit` is in progress, or the data set cannot be divided.
             ElcheError: as `fit`.
         """
         loader = self._recipe.loader_over(dataset)
@@ -155,7 +156,7 @@ class Trainer:
         heeds_signals: bool = False,
         take_view: Callable[[MetricsView], None] = lambda view: None,
     ) -> TrainResult:
-        """Trains, and looks at the request between batches."""
+        """Trains, and polls the stop request between batches."""
         refuse_beside()
         signals = SignalStops(stops)
         self._is_fitting = True
@@ -175,7 +176,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _model_in_run(self, state: dict[str, Any] | None) -> Iterator[nn.Module]:
-        """The model on all ranks, in a run that trains nothing."""
+        """Context with the model on all ranks, in a run without training."""
         if self._is_fitting:
             raise ConfigError(
                 "evaluate and predict need all ranks for themselves; call them when "

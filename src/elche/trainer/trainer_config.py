@@ -24,13 +24,13 @@ from elche.trainer.trainer_result import EpochRecord
 class EarlyStopping:
     """Ends training when a metric has not improved for some epochs.
 
-    The model of the best epoch is kept: ``result.best_state``.
+    The result keeps the model of the best epoch: ``result.best_state``.
 
     Attributes:
         metric: ``"eval_loss"``, ``"train_loss"`` or the name of a logged scalar.
-        patience: epochs without improvement after which training ends.
-        min_delta: least change that counts as an improvement.
-        mode: ``"min"`` where less is better, or ``"max"``.
+        patience: number of epochs without improvement after which training ends.
+        min_delta: smallest change that counts as an improvement.
+        mode: ``"min"`` if lower is better, or ``"max"``.
     """
 
     metric: str = "eval_loss"
@@ -49,20 +49,19 @@ class TrainerConfig:
     """Data, duration and options of a `Trainer`.
 
     Attributes:
-        dataset: items are ``(input, target)`` unless ``loss_fn`` takes the batch
-            itself. An IterableDataset is divided as `elche.setup` says.
-        batch_size: samples of a global batch, whatever the policy; see `elche.setup`.
-        epochs: passes over the dataset.
-        samples_per_epoch: length of an epoch of an IterableDataset; None for its
-            ``len()``.
-        eval_dataset: map-style; evaluated after every epoch, if given.
+        dataset: items are ``(input, target)`` unless ``loss_fn`` takes the whole batch.
+            An IterableDataset is divided as in `elche.setup`.
+        batch_size: samples of a global batch under any policy; see `elche.setup`.
+        epochs: number of passes over the dataset.
+        samples_per_epoch: epoch length of an IterableDataset; None for its ``len()``.
+        eval_dataset: map-style data set to evaluate after every epoch, if given.
         eval_batch_size: samples of an evaluation batch; None for ``batch_size``.
         shuffle: draw the samples in a new order every epoch; an IterableDataset keeps
-            its own.
-        drop_last: leave out an incomplete last batch.
+            its own order.
+        drop_last: drop an incomplete last batch.
         collate_fn: makes a batch of samples; None for torch's default.
-        num_workers: loading processes of each rank.
-        weight_of: what a batch weighs, where the loss is a mean over something else
+        num_workers: data loader worker processes per rank.
+        weight_of: weight of a batch, if the loss is a mean over something else
             than samples (tokens, say); see `elche.setup`. Mean losses, of training and
             of evaluation, are weighted by it.
         max_grad_norm: clip gradients to this norm, after the reduction.
@@ -70,18 +69,18 @@ class TrainerConfig:
             0 to 1; the same on every rank, whatever its speed.
         lr_scale: constant factor on top of it.
         on_epoch_end: called on rank 0 with each `EpochRecord`, in the training thread.
-            What it raises ends the run on every rank and leaves `Trainer.fit`, as from
-            a loop that the user owns: a way to stop, and no fault in it goes unseen.
+            Its exceptions end the run on every rank and are raised by `Trainer.fit`, as
+            in the user's own loop.
         on_checkpoint: called on rank 0 at the end of each epoch with its number and the
-            consensus' state dict, on the CPU. What it raises is logged, and training
-            goes on: a full disk does not cost the run.
-        checkpoint_dir: folder for checkpoints of the whole run, from which it can go
-            on; see `elche.save_every`. One that the launcher names
-            (``elche run --checkpoint-dir``) goes before it.
-        checkpoint_every_s: seconds from one of these to the next.
-        resume: go on from the newest one in ``checkpoint_dir``, if there is any.
-        early_stopping: ends training when a metric no longer improves, on all ranks
-            after the same epoch, and keeps the best model.
+            consensus' state dict, on the CPU. Its exceptions are only logged: a full
+            disk does not end the run.
+        checkpoint_dir: folder for checkpoints of the whole run, for a resume; see
+            `elche.save_every`. The launcher's folder (``elche run --checkpoint-dir``)
+            overrides it.
+        checkpoint_every_s: seconds between these checkpoints.
+        resume: resume from the newest checkpoint in ``checkpoint_dir``, if any.
+        early_stopping: ends training when a metric stops improving, on all ranks after
+            the same epoch, and keeps the best model.
         run: settings of the run (policy, seed, and so on).
     """
 
@@ -157,12 +156,12 @@ class TrainerConfig:
 
     @property
     def is_stream(self) -> bool:
-        """True if the data set is an iterable one."""
+        """True if the data set is an IterableDataset."""
         return isinstance(self.dataset, IterableDataset)
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, an incomplete last batch included.
+        """Number of samples per epoch, including an incomplete last batch.
 
         Raises:
             ConfigError: the length is unknown, or samples_per_epoch is set for a data
@@ -187,7 +186,7 @@ class TrainerConfig:
 
 
 class TrainerOptions(RunOptions, total=False):
-    """Keywords of `elche.Trainer`: settings, and fields of its `TrainerConfig`."""
+    """Keywords of `elche.Trainer`: run settings, and fields of `TrainerConfig`."""
 
     policy: TrainerPolicyName
     config: RunConfig | None
@@ -214,7 +213,7 @@ class TrainerOptions(RunOptions, total=False):
 
 
 def trainer_config(options: Mapping[str, Any]) -> TrainerConfig:
-    """Sorts keyword options into those of the trainer and those of the run.
+    """Splits keyword options into those of the trainer and those of the run.
 
     Raises:
         ConfigError: an option is unknown, missing or wrong.

@@ -14,22 +14,21 @@ class EpochRecord(EpochMetrics):
     """Results of an epoch: its metrics, and the losses.
 
     Times are of training, without evaluation. ``scalars`` has the mean over samples (or
-    by ``weight_of``) of each scalar that was logged, and of ``"loss"``. In a run of
-    more than 64 ranks only rank 0 holds numbers per rank; the others hold one for all
-    together.
+    by ``weight_of``) of each logged scalar, and of ``"loss"``. In a run of more than 64
+    ranks only rank 0 holds numbers per rank; the others hold one total.
 
     Attributes:
-        eval_loss: of the consensus, None without an evaluation set.
+        eval_loss: mean loss of the consensus; None without an evaluation set.
     """
 
     eval_loss: float | None
 
     @property
     def train_loss(self) -> float:
-        """Mean over all samples of all ranks (or by ``weight_of``).
+        """Mean loss over all samples of all ranks (or by ``weight_of``).
 
-        Not a number if the loss of a batch was not finite: a mean of the finite ones
-        alone would hide that training diverged.
+        NaN if the loss of a batch was not finite: a mean of the finite ones would hide
+        that training diverged.
         """
         return math.nan if "loss" in self.non_finite else self.scalars.get("loss", 0.0)
 
@@ -40,18 +39,18 @@ class RunReport:
 
     Attributes:
         policy: the policy.
-        world_size: ranks.
-        samples: of all ranks in all epochs, those whose contribution is in the model.
-        discarded_samples: that all ranks trained on beside them; see
+        world_size: number of ranks.
+        samples: samples in the model, of all ranks and epochs.
+        discarded_samples: trained samples that are not in the model; see
             `elche.monitor.EpochMetrics`.
-        duration_s: of training, without evaluation.
-        samples_per_s: of the whole run.
+        duration_s: training time, without evaluation.
+        samples_per_s: throughput of the whole run.
         busy_s: delivered time per rank (data wait, transfer and compute); in a run of
-            more than 64 ranks, on ranks other than 0, of all together.
-        data_wait_s: of it, waiting for data.
-        sync_s: in reductions.
-        synchronisations: how many.
-        anchor: of El Che at the end (1 under ``sync``).
+            more than 64 ranks, on ranks other than 0, their total.
+        data_wait_s: part of `busy_s` spent waiting for data.
+        sync_s: time spent in reductions.
+        synchronisations: number of reductions.
+        anchor: El Che's anchor at the end (1 under ``sync``).
     """
 
     policy: str
@@ -73,14 +72,13 @@ class TrainResult:
 
     Attributes:
         model_state: state dict of the consensus, on the CPU.
-        history: a record per epoch. Of an epoch that was stopped, of the part that was
-            run, and without evaluation.
-        report: how the run went.
-        stopped_by: what ended it before its last epoch: ``"early stopping"``,
-            ``"stop"`` (the handle's), ``"SIGINT"``
-            or ``"SIGTERM"``; None: nothing.
-        best_metric: that ``early_stopping`` watches, of the best epoch.
-        best_state: state dict after that epoch, on the CPU.
+        history: one record per epoch. A stopped epoch's record covers the part that was
+            run, without evaluation.
+        report: summary of the run.
+        stopped_by: reason for an early end: ``"early stopping"``, ``"stop"`` (the
+            handle's), ``"SIGINT"`` or ``"SIGTERM"``; None if all epochs were run.
+        best_metric: metric of ``early_stopping`` in the best epoch.
+        best_state: state dict after the best epoch, on the CPU.
     """
 
     model_state: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Passes over the user's loader, inside which checkpoints of a pipeline are made."""
+"""Passes over the user's loader, which checkpoints of a pipeline may interrupt."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Batch = TypeVar("Batch")
 
 @final
 class LoaderPasses:
-    """One rank's passes, one after the other.
+    """Tracks one rank's passes, one after another.
 
-    A resumed pass draws its order as it was drawn before, from the random generators as
-    they were at its begin, and drops the batches that are done.
+    A resumed pass restores the random generators of its start, so that it draws the
+    same order, and skips the batches already done.
 
     Attributes:
-        pauses: when a pass is to be interrupted, and what is done then.
-        is_open: whether the loop is inside one.
-        is_cut_agreed: whether all ranks know that this pass is to be interrupted.
+        pauses: decides when a pass is interrupted, and runs the interruption.
+        is_open: whether the loop is inside a pass.
+        is_cut_agreed: whether all ranks have agreed to interrupt this pass.
         done: batches of the pass that are done.
-        steps_outside: training steps outside of passes, in the epoch under way.
-        begun: the random generators when it began; None outside.
+        steps_outside: training steps of the current epoch outside of passes.
+        begun: state of the random generators at the pass's start; None outside.
     """
 
     def __init__(self) -> None:
@@ -39,27 +39,27 @@ class LoaderPasses:
         self._resumed: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
 
     def random(self) -> dict[str, Any]:
-        """The random generators as they are, those of the last loader among them."""
+        """Current state of the random generators, including the last loader's."""
         return random_state(self._generators)
 
     def resume(
         self, done: int, begun: dict[str, Any] | None, random: dict[str, Any]
     ) -> None:
-        """Has the next pass go on where a checkpoint was made.
+        """Makes the next pass continue at a checkpoint.
 
         Args:
-            done: batches of it that are done.
-            begun: the random generators when it began; None for a new pass.
-            random: as they were at the checkpoint.
+            done: batches of the pass that are done.
+            begun: state of the random generators at its start; None for a new pass.
+            random: state of the random generators at the checkpoint.
         """
         self.done, self._resumed = done, (begun, random)
         restore_random(random, {})
 
     def step_done(self, wants_cut: bool) -> None:
-        """A training step has ended.
+        """Counts a finished training step.
 
         Args:
-            wants_cut: what rank 0 has said to all ranks with it.
+            wants_cut: rank 0's broadcast decision to interrupt the pass.
         """
         self.steps_outside += not self.is_open
         self.is_cut_agreed = wants_cut

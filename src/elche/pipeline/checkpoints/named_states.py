@@ -1,10 +1,10 @@
 """Optimizers over a pipeline's parameters: agreement of ranks, and state by name.
 
-Groups correspond between ranks by their ``name``, where all groups of an optimizer have
-one, else by position. So all ranks must have the same groups with the same settings,
-empty ones included. State is for any partition, schedule and number of ranks.
+Groups correspond between ranks by their ``name``, if all groups of an optimizer have
+one, else by position. All ranks must have the same groups with the same settings, empty
+ones included. The state loads under any partition, schedule and number of ranks.
 
-The form is torch's, with names in the place of numbers::
+The format is torch's, with names in place of numbers::
 
     {"state": {"0.weight": {"step": ..., "exp_avg": ...}, ...},
      "param_groups": [{"lr": ..., "params": ["0.weight", ...]}, ...]}
@@ -24,7 +24,7 @@ from elche.pipeline.trees import map_tensors
 SHOWN = 3
 NamedState = dict[str, Any]
 Names = Mapping[int, Sequence[str]]
-"""By its id, all names of a parameter of this rank, the same one first everywhere."""
+"""All names of each of this rank's parameters, by id, in one order on all ranks."""
 
 
 GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -32,10 +32,10 @@ NOT_SETTINGS = ("params", "param_names")
 
 
 def only_optimizer(given: Any) -> torch.optim.Optimizer:
-    """The one optimizer that a call is about.
+    """Checks and returns a single optimizer.
 
     Raises:
-        ConfigError: it is something else, or there are several.
+        ConfigError: the argument is not one optimizer.
     """
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
@@ -46,10 +46,11 @@ def only_optimizer(given: Any) -> torch.optim.Optimizer:
 
 
 def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """One optimizer or several as a tuple.
+    """Checks and returns one or several optimizers as a tuple.
 
     Raises:
-        ConfigError: it is something else, or keeps state of all parameters together.
+        ConfigError: an argument is not an optimizer, or has one state for all
+            parameters.
     """
     found = (given,) if isinstance(given, torch.optim.Optimizer) else given
     if not isinstance(found, (tuple, list)) or not all(
@@ -69,7 +70,7 @@ def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-    """Classes, groups and settings, which must agree between ranks, by their place."""
+    """Classes, groups and settings of optimizers, which must agree between ranks."""
     found = {"the optimizers": str([type(one).__name__ for one in optimizers])}
     for number, one in enumerate(optimizers):
         where = f"optimizer {number} ({type(one).__name__})"
@@ -91,7 +92,7 @@ def check_alike(told: Sequence[Mapping[str, str]]) -> None:
         told: each rank's description of its optimizers.
 
     Raises:
-        MismatchError: they differ; says where.
+        MismatchError: they differ; the message names the first difference.
     """
     for rank, theirs in enumerate(told):
         for place in dict.fromkeys((*told[0], *theirs)):
@@ -106,7 +107,7 @@ def check_alike(told: Sequence[Mapping[str, str]]) -> None:
 
 
 def keyed(groups: Sequence[dict[str, Any]]) -> list[tuple[int | str, dict[str, Any]]]:
-    """Groups of an optimizer, or of its state, by name if all have one, or by place."""
+    """Groups of an optimizer or state: by name if all have one, else by position."""
     names = [group.get("name") for group in groups]
     if len(set(names)) == len(groups) and all(isinstance(one, str) for one in names):
         return [(group["name"], group) for group in groups]
@@ -114,14 +115,14 @@ def keyed(groups: Sequence[dict[str, Any]]) -> list[tuple[int | str, dict[str, A
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Names) -> NamedState:
-    """State of an optimizer, by the parameters' names.
+    """State of an optimizer by parameter name.
 
     Args:
-        optimizer: over parameters of this rank.
-        names: of those.
+        optimizer: optimizer over parameters of this rank.
+        names: names of this rank's parameters.
 
     Raises:
-        ConfigError: it holds a parameter that is none of this rank's.
+        ConfigError: the optimizer has a parameter of no layer on this rank.
     """
     states: dict[str, Any] = {}
     groups = []
@@ -149,7 +150,7 @@ def _names(
 
 
 def join_states(parts: Iterable[NamedState]) -> NamedState:
-    """The state of the whole model from those of all ranks, in their order."""
+    """Joins the states of all ranks into the whole model's, in rank order."""
     states: dict[str, Any] = {}
     groups: dict[int | str, dict[str, Any]] = {}
     for part in parts:
@@ -161,7 +162,7 @@ def join_states(parts: Iterable[NamedState]) -> NamedState:
 
 
 def part_of(saved: NamedState, names: set[str]) -> NamedState:
-    """The part of a state that is about these parameters."""
+    """Part of a state that belongs to the named parameters."""
     return {
         "state": {n: one for n, one in saved["state"].items() if n in names},
         "param_groups": [
@@ -174,17 +175,17 @@ def part_of(saved: NamedState, names: set[str]) -> NamedState:
 def load_named_state(
     optimizer: torch.optim.Optimizer, names: Names, saved: NamedState
 ) -> None:
-    """Loads this rank's part of a state by name; settings of groups as well.
+    """Loads this rank's part of a state by name, including settings of groups.
 
     Args:
-        optimizer: over parameters of this rank, with the groups of the one saved.
-        names: of its parameters.
-        saved: of at least this rank's parameters.
+        optimizer: optimizer over parameters of this rank, with the saved groups.
+        names: names of this rank's parameters.
+        saved: state of at least this rank's parameters.
 
     Raises:
-        ConfigError: this is no such state.
-        MismatchError: it has other groups, not all of these parameters, or has them in
-            other groups; nothing was loaded.
+        ConfigError: `saved` is not such a state.
+        MismatchError: the state has other groups, lacks a parameter, or has it in
+            another group; nothing was loaded.
     """
     if not isinstance(saved, Mapping) or set(saved) != {"state", "param_groups"}:
         raise ConfigError(
@@ -216,13 +217,13 @@ def load_named_state(
             f"the optimizer's state has no {few(missing)}; load the state of this "
             "model, with the same parameters in the same groups"
         )
-    # Copies, which later steps may change: a state may be loaded twice.
+    # Clones, since later steps modify the state: a state may be loaded twice.
     copied = map_tensors(list(states.values()), torch.clone)
     own = dict(zip(states, copied, strict=True))
     optimizer.load_state_dict({"state": own, "param_groups": whole["param_groups"]})
 
 
 def few(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """The first names of a list, and the number of the others."""
     left = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {left} more" if left > 0 else "")

@@ -1,7 +1,7 @@
-"""Contents of a pipeline's checkpoint: each rank's part, and the common rest.
+"""Contents of a pipeline's checkpoint: each rank's part, and the shared rest.
 
-Every rank writes its own layers and their optimizer state, by the model's names. One
-that resumes reads of all parts what is of its layers, and no more.
+Every rank writes its own layers and their optimizer state, by the model's names. A
+resuming rank reads only the entries of its layers from all parts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ KIND = "pipeline"
 
 @dataclass(frozen=True, slots=True)
 class PipelineContents:
-    """The objects whose state a checkpoint of a pipeline is.
+    """Objects whose state a pipeline checkpoint contains.
 
     Attributes:
-        pipe: of it.
-        registered: by the user, by name; optimizers among them.
+        pipe: the pipeline's state.
+        registered: objects registered by the user, by name; optimizers among them.
     """
 
     pipe: PipelineState
@@ -42,16 +42,16 @@ class PipelineContents:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those of the pipeline, and those that were registered."""
+        """The pipeline's optimizers, and the registered ones."""
         named = [o for o in self.registered.values() if _is_optimizer(o)]
         known = [*self.pipe.optimizers, *named]
         return list({id(one): one for one in known}.values())
 
     def capture(self, loop: Mapping[str, int]) -> Captured:
-        """Copies of everything on this rank; all ranks call it together.
+        """Copies all state on this rank; must be called on all ranks together.
 
         Raises:
-            ConfigError: something that trains was not handed over.
+            ConfigError: a trained parameter has no registered optimizer.
         """
         pipe, passes = self.pipe, self.pipe.passes
         pipe.average_buffers()
@@ -64,7 +64,7 @@ class PipelineContents:
             "random": passes.random(),
             "begun": passes.begun,
         }
-        if pipe.replica:  # replica 0 has the same
+        if pipe.replica:  # replica 0 saves the same state
             own["optimizers"] = []
             return Captured.of(own, {}, {})
         shared = {}
@@ -100,13 +100,13 @@ class PipelineContents:
             )
 
     def load(self, found: Checkpoint) -> dict[str, Any]:
-        """Puts a checkpoint into the pipeline, on this rank.
+        """Loads a checkpoint into the pipeline on this rank.
 
         Returns:
-            What all ranks held in common.
+            The state shared by all ranks.
 
         Raises:
-            MismatchError: something does not fit.
+            MismatchError: the checkpoint does not fit this pipeline.
             CheckpointError: a file is damaged.
         """
         if found.manifest.info.get("kind") != KIND:
@@ -137,7 +137,7 @@ class PipelineContents:
         return shared
 
     def _optimizer_states(self, found: Checkpoint) -> list[NamedState]:
-        """Optimizer states of this rank's parameters, from the parts of all ranks."""
+        """Collects this rank's optimizer states from all ranks' parts."""
         mine = {n for some in self.pipe.parameter_names().values() for n in some}
 
         def only_mine(tree: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""State of a pipeline under the model's names: of model, optimizers and loop.
+"""State of a pipeline under the model's names: model, optimizers and loop.
 
-`CheckpointKeeper` sees it as a run (`elche.checkpoint.saved_run`).
+`CheckpointKeeper` treats it as a run (`elche.checkpoint.saved_run`).
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class PipelineState:
     """State of one rank of an open pipeline, to save and load.
 
     Args:
-        stepping: has this rank's layers, and counts its steps.
+        stepping: this rank's layers and step counter.
 
     Attributes:
-        stepping: see there.
-        communicator: all ranks.
-        groups: the replicas.
-        timeout_s: deadline of each message.
+        stepping: the argument.
+        communicator: connections to all ranks.
+        groups: ranks of each replica.
+        timeout_s: deadline (s) of each message.
         rank: this rank.
-        world_size: ranks of the run.
-        replica: this rank's.
-        parts: this rank's.
-        passes: of this rank over the loader.
-        optimizers: those that were registered.
-        notifications: lines for the user.
-        on_close: called with whether the run has failed, when the pipeline closes.
+        world_size: number of ranks of the run.
+        replica: index of this rank's replica.
+        parts: this rank's stages and plan.
+        passes: this rank's passes over the loader.
+        optimizers: registered optimizers.
+        notifications: messages for the user.
+        on_close: called on close with True if the run has failed.
     """
 
     can_cut = True
@@ -71,7 +71,7 @@ class PipelineState:
         """State of the only open pipeline of this process, or None.
 
         Raises:
-            ConfigError: there are several.
+            ConfigError: several pipelines are open.
         """
         found = [state for one in _open if (state := one()) is not None]
         if len(found) > 1:
@@ -82,16 +82,17 @@ class PipelineState:
         return found[0] if found else None
 
     def close(self, has_failed: bool) -> None:
-        """The pipeline ends; may be called twice."""
+        """Runs `on_close` once; may be called twice."""
         _open[:] = [one for one in _open if one() is not self]
         end, self.on_close = self.on_close, None
         if end is not None:
             end(has_failed)
 
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
-        """All names that the model has for each of this rank's parameters, by its id.
+        """All names in the model of each of this rank's parameters, by id.
 
-        In one order on all ranks, so that the first one names a shared parameter.
+        In the same order on all ranks, so that the first name identifies a shared
+        parameter.
         """
         layers = self.parts.given.layers
         tied = {use: uses for uses in self.parts.given.ties for use in uses}
@@ -105,7 +106,7 @@ class PipelineState:
         return found
 
     def average_buffers(self) -> None:
-        """Makes buffers that replicas changed equal; with all ranks."""
+        """Averages buffers that replicas changed; must be called on all ranks."""
         replicas = self.stepping.replicas
         replicas.average_buffers(self.communicator, self.timeout_s)
 
@@ -172,10 +173,10 @@ class PipelineState:
         return join_states(parts) if parts else {}
 
     def _agree(self, what: str, rank: int | None, make: Callable[[], Any]) -> list[Any]:
-        """Answers of all ranks, which want the state on the same rank.
+        """Gathers values from all ranks, which must request the state on the same rank.
 
         Raises:
-            MismatchError: they want it on different ones.
+            MismatchError: ranks request different ranks.
         """
         if self.communicator.peers is None:
             return [make()]
@@ -186,9 +187,9 @@ class PipelineState:
         return [one for _, one in told]
 
     def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
-        """Parts of this rank's replica on the CPU; on one rank, or on all.
+        """Gathers the parts of this rank's replica on the CPU, on one rank or on all.
 
-        Ranks of other replicas send nothing: theirs are the same.
+        Ranks of other replicas send nothing: their parts are the same.
         """
         tensors, structure = flatten(mine, "the state")
         copied = [one.detach().to("cpu", copy=True) for one in tensors]
@@ -214,15 +215,15 @@ class PipelineState:
 
     @property
     def is_in_epoch(self) -> bool:
-        """True if an epoch of `elche.epochs` has steps, and is not known to be over."""
+        """True if an epoch of `elche.epochs` has begun and is not known to be over."""
         counts_epochs = self.passes.pauses.counts_epochs
         return self.passes.is_open or (counts_epochs and self.passes.steps_outside > 0)
 
     def check_cut(self) -> None:
-        """Refuses a checkpoint where nobody knows what is left of the epoch.
+        """Rejects a checkpoint inside an epoch whose remaining batches are unknown.
 
         Raises:
-            ConfigError: the loop is not over `Pipeline.batches`.
+            ConfigError: the loop does not use `Pipeline.batches`.
         """
         if not self.passes.is_open:
             raise ConfigError(
@@ -232,13 +233,13 @@ class PipelineState:
             )
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """Text of rank 0, on every rank; all call it between epochs or at a cut."""
+        """Broadcasts rank 0's text; all ranks call it between epochs or at a cut."""
         told = self.communicator.agree(lambda: "" if self.rank else make(), what)
         self.passes.steps_outside = 0
         return str(told[0])
 
     def heeds_signals(self, heeds: bool) -> None:
-        """Tells the launcher whether this rank ends by itself after a signal."""
+        """Reports to the launcher whether this rank stops by itself after a signal."""
         if self.communicator.peers is not None:
             self.communicator.peers.heeds_signals(heeds)
 
@@ -247,15 +248,15 @@ class PipelineState:
         return {"kind": "pipeline", "steps": self.stepping.steps}
 
     def resume(self, state: Mapping[str, Any], epochs: Mapping[str, Any]) -> None:
-        """Does nothing: the contents have been loaded with their state."""
+        """Does nothing: loading the contents has restored everything."""
 
 
 _open: list[weakref.ref[PipelineState]] = []
-"""States of the pipelines that this process has open."""
+"""States of this process's open pipelines."""
 
 
 def _form(value: Any) -> str:
-    """Form of a value that must be equal where it is copied into another."""
+    """Type or shape, which must be equal to copy one value into another."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{list(value.shape)}{' on meta' if value.is_meta else ''}"

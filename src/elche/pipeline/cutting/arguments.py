@@ -1,4 +1,4 @@
-"""Arguments of a traced forward: as traced, and as given in a step."""
+"""Arguments of a traced forward: in the trace, and in a step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Arguments:
     """Arguments of the traced forward, by name.
 
     Attributes:
-        signature: of forward.
-        structures: of each argument, see `elche.pipeline.trees.flatten`.
-        tensors: of all arguments, in order; none after the trace.
-        samples: in the sample.
-        device: of the tensors.
+        signature: signature of forward.
+        structures: structure of each argument, see `elche.pipeline.trees.flatten`.
+        tensors: tensors of all arguments, in order; empty after the trace.
+        samples: number of samples in the sample batch.
+        device: device of the tensors.
     """
 
     signature: inspect.Signature
@@ -45,13 +45,13 @@ class Arguments:
         """Reads a sample as the batch of a step is read.
 
         Args:
-            model: whose forward takes it: a tuple as positional arguments, a dict as
-                keywords, anything else as the only argument.
+            model: model whose forward receives the sample: a tuple as positional
+                arguments, a dict as keywords, any other value as the only argument.
             sample: one microbatch.
-            device: of the model.
+            device: device of the model.
 
         Raises:
-            ConfigError: forward does not take it, or it has fewer than two samples.
+            ConfigError: forward does not accept it, or it has fewer than two samples.
         """
         sample = as_tensors(sample, "the sample")
         samples = batch_samples(sample)
@@ -83,7 +83,7 @@ class Arguments:
         return iter(self.tensors)
 
     def filled(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """The traced arguments with other tensors."""
+        """Returns the traced arguments with other tensors."""
         values = iter(tensors)
         return {
             name: unflatten(structure, [next(values) for _ in range(_count(structure))])
@@ -96,12 +96,12 @@ class Arguments:
         fixed: list[list[int | None]],
         guards: list[Any],
     ) -> None:
-        """Keeps what the trace took for granted about sizes.
+        """Stores the trace's assumptions about sizes.
 
         Args:
-            symbols: of each tensor's sizes before the trace.
+            symbols: symbolic sizes of each tensor before the trace.
             fixed: sizes that the trace has fixed.
-            guards: conditions that were true in it.
+            guards: conditions that held in the trace.
         """
         self._symbols, self._fixed, self._guards = symbols, fixed, guards
         self.tensors = []  # it may be large
@@ -109,12 +109,12 @@ class Arguments:
     def tensors_of(
         self, args: Sequence[Any], keywords: Mapping[str, Any]
     ) -> list[torch.Tensor]:
-        """The tensors of a call, in the order of the trace.
+        """Tensors of a call, in the order of the trace.
 
-        What the sample had beside tensors may be left out.
+        Arguments without tensors may be omitted.
 
         Raises:
-            ConfigError: the call is not like the sample.
+            ConfigError: the call does not match the sample.
         """
         given = self._named(args, keywords)
         tensors: list[torch.Tensor] = []
@@ -152,7 +152,7 @@ class Arguments:
             tensors, self._fixed, self._symbols, strict=True
         ):
             for size, wanted, symbol in zip(one.shape, fixed, symbols, strict=True):
-                # One sample runs the code of several, so do sequences of one.
+                # A single sample, or position, runs the same code as several.
                 values[symbol] = max(2, size)
                 if wanted is not None and size != wanted:
                     raise ConfigError(

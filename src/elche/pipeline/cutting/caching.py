@@ -1,7 +1,7 @@
 """Caches of keys and values in the layers of a cut model of transformers.
 
-Its forward is traced a second time, with a past of any length: what stands between the
-blocks (positions, masks) depends on it. The blocks are given transformers' own cache.
+Its forward is traced a second time, with a past of any length, since the code between
+the blocks (positions, masks) depends on it. The blocks receive transformers' own cache.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from elche.pipeline.cutting.arguments import Arguments
 
 CACHE_ARGUMENT, MASK_ARGUMENT = "past_key_values", "attention_mask"
 PAST_LENGTH = 3
-"""In the trace, where it is a symbol: any but 0 and 1, which torch fixes."""
+"""Past length in the trace, where it is a symbol; torch would fix 0 and 1."""
 CACHE_MARK = "elche: the cache"
-"""Stands in a trace for the cache that is given to a module."""
+"""Placeholder in a trace for the cache that a module receives."""
 
 
 def has_cache(model: nn.Module) -> bool:
-    """True if a model's forward takes a cache of transformers."""
+    """True if a model's forward accepts a cache of transformers."""
     parameters = inspect.signature(model.forward).parameters
     return CACHE_ARGUMENT in parameters and "transformers" in sys.modules
 
 
 def cached_arguments(model: nn.Module, sample: Any, device: torch.device) -> Arguments:
-    """The arguments of a sample, behind a past: a tensor of its length is one, too.
+    """Arguments of a sample after a past, whose length is given by a tensor.
 
     Args:
-        model: that takes a cache.
-        sample: as it was cut with.
-        device: of the trace.
+        model: model that accepts a cache.
+        sample: sample that the model was cut with.
+        device: device of the trace.
     """
     read = Arguments.read(model, sample, torch.device("cpu"))
     given = read.filled(read.tensors)
@@ -49,10 +49,10 @@ def cached_arguments(model: nn.Module, sample: Any, device: torch.device) -> Arg
 
 
 def traced_forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
-    """The logits, with a cache of which only the length is known.
+    """Traced logits, with a cache of which only the length is known.
 
     Args:
-        model: whose modules are stand-ins.
+        model: model with fake tensors.
         given: see `cached_arguments`, with the trace's tensors.
     """
     past = given[CACHE_ARGUMENT].shape[0]
@@ -77,11 +77,11 @@ def traced_forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
 
 @final
 class CachedSegment(nn.Module):
-    """A layer of a cut model that takes `cache=`, as `Pipeline.generate` gives it.
+    """A layer of a cut model that accepts `cache=` from `Pipeline.generate`.
 
     Args:
-        part: of the model's forward, whose last value is the cache.
-        arguments: that the model was traced with, if this is its first part.
+        part: part of the model's forward, whose last argument is the cache.
+        arguments: arguments of the model's trace, if this is its first part.
     """
 
     def __init__(self, part: nn.Module, arguments: Arguments | None) -> None:
@@ -90,7 +90,7 @@ class CachedSegment(nn.Module):
         self._arguments = arguments
 
     def forward(self, *values: Any, cache: dict[str, Any], **keywords: Any) -> Any:
-        """Runs it on new positions, behind those in the cache."""
+        """Runs the part on new positions, which follow those in the cache."""
         if CACHE_ARGUMENT not in cache:
             cache[CACHE_ARGUMENT], cache["length"] = _dynamic_cache(), 0
         given: Any = values
@@ -107,5 +107,5 @@ def _dynamic_cache() -> Any:
 
 
 def _past(length: int) -> torch.Tensor:
-    """Its size is what matters; it may travel between stages."""
+    """A tensor of the past's length, which can be sent between stages."""
     return torch.empty(length, dtype=torch.uint8, device="cpu")

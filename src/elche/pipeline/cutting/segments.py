@@ -36,12 +36,12 @@ _LOCAL = ("placeholder", "get_attr", "output")
 
 @final
 class Segment(nn.Module):
-    """Part of a model's forward; takes and returns what lives across its ends.
+    """A part of a model's forward; accepts and returns the values live at its ends.
 
     Args:
-        body: the code and the model's modules in it.
-        device: for which the code was traced.
-        output: of the model, if this is its last part; None otherwise.
+        body: the part's code and the model's modules in it.
+        device: device of the trace.
+        output: structure of the model's output, if this is its last part, else None.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Segment(nn.Module):
         self._output = output
 
     def forward(self, *values: Any) -> Any:
-        """Runs it on whatever device the values are."""
+        """Runs the part on the device of its inputs."""
         given = next((one for one in values if isinstance(one, torch.Tensor)), None)
         if given is not None and given.device != self._device:
             self._place(given.device)
@@ -64,7 +64,7 @@ class Segment(nn.Module):
         return tree_map(lambda _: next(leaves), self._output)
 
     def _place(self, device: torch.device) -> None:
-        """Makes new tensors on another device than that of the trace."""
+        """Moves tensor creation in the code from the trace's device to another."""
 
         def placed(value: Any) -> Any:
             is_old = isinstance(value, torch.device) and value == self._device
@@ -79,11 +79,11 @@ class Segment(nn.Module):
 
 @final
 class FirstSegment(nn.Module):
-    """The first part: takes what the model's forward takes.
+    """The first part, with the arguments of the model's forward.
 
     Args:
-        rest: its code.
-        arguments: that the model was traced with.
+        rest: the part's code.
+        arguments: arguments of the model's trace.
     """
 
     def __init__(self, rest: Segment, arguments: Arguments) -> None:
@@ -92,7 +92,7 @@ class FirstSegment(nn.Module):
         self._arguments = arguments
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Runs it on a batch like the sample, of any size."""
+        """Runs the part on a batch like the sample, of any size."""
         return self.rest(*self._arguments.tensors_of(args, keywords))
 
 
@@ -102,14 +102,14 @@ def cut_model(
     """Cuts a model into layers that hold its own modules.
 
     Args:
-        model: any module; it is left as it was.
+        model: any module; it is not modified.
         points: see `elche.pipeline.pipeline_config.PipelineConfig.split_points`; None
             cuts around the members of its chains of blocks.
         sample: one microbatch of its input.
 
     Raises:
-        ConfigError: there is no such submodule, or the code between those that stay
-            whole cannot be cut.
+        ConfigError: there is no such submodule, or the code between uncut submodules
+            cannot be cut.
     """
     if sample is None:
         raise ConfigError(
@@ -129,12 +129,12 @@ def cut_model(
 def cut_cached(
     model: nn.Module, points: SplitPoints | None, sample: Any
 ) -> list[nn.Module]:
-    """The same layers as those of `cut_model`, for generation with a cache.
+    """Cuts the model into the layers of `cut_model`, for generation with a cache.
 
     Args:
-        model: as it was cut; with a cache, see `elche.pipeline.cutting.caching`.
-        points: likewise.
-        sample: likewise.
+        model: model to cut; with a cache, see `elche.pipeline.cutting.caching`.
+        points: as in `cut_model`.
+        sample: as in `cut_model`.
 
     Raises:
         ConfigError: its forward cannot be traced with a cache.
@@ -169,7 +169,7 @@ def _cut(
     _check_buffers(trace.changed, made)
     called = {node.args[0] for node in trace.graph.nodes if node.target is call_whole}
     for name in choice.whole:
-        if name not in called:  # forward has no use for it, the model's state has
+        if name not in called:  # unused by forward, but part of the model's state
             body.add_submodule(name, model.get_submodule(name))
     return made
 
@@ -192,8 +192,8 @@ def _check_buffers(
 def _parts(graph: fx.Graph, choice: CutChoice) -> list[list[fx.Node]]:
     """Nodes of each layer in order.
 
-    A layer begins with a call: code behind one, which may change its result in place,
-    stays with it.
+    A layer begins with a call. Code after a call, which may change its result in place,
+    stays in the call's layer.
     """
     parts: list[list[fx.Node]] = [[]]
     last: str | None = None
@@ -210,7 +210,7 @@ def _parts(graph: fx.Graph, choice: CutChoice) -> list[list[fx.Node]]:
 
 
 def _merged(parts: list[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:
-    """Joins layers without parameters, which no optimizer takes, to the next ones."""
+    """Joins layers without parameters, which no optimizer accepts, to neighbours."""
 
     def learns(nodes: list[fx.Node]) -> bool:
         called = [str(one.args[0]) for one in nodes if one.target is call_whole]
@@ -228,7 +228,7 @@ def _merged(parts: list[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]
 
 
 def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Values that cross the ends of layers, with the input and the output."""
+    """Values live at the ends of layers, including the input and the output."""
     number = {node: index for index, nodes in enumerate(parts) for node in nodes}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     last = {
@@ -255,7 +255,7 @@ def _graph(
     outputs: Sequence[Any],
     is_cached: bool,
 ) -> fx.Graph:
-    """A layer's own graph."""
+    """Builds a layer's own graph."""
     graph = fx.Graph()
     here = {node: graph.placeholder(node.name) for node in inputs}
     marked = {CACHE_MARK: graph.placeholder(CACHE_ARGUMENT)} if is_cached else {}
@@ -282,7 +282,7 @@ def _graph(
             here[node] = graph.call_module(*mapped_args)
         else:
             here[node] = graph.node_copy(node, mapped)
-            here[node].meta = {}  # holds the trace
+            here[node].meta = {}  # it would keep the trace alive
     graph.output(tuple(fx.node.map_arg(list(outputs), mapped)))
     return graph
 
@@ -294,7 +294,7 @@ def _changes(node: fx.Node) -> bool:
 
 
 def _viewed(node: Any) -> Any:
-    """The node that a node is a view of; itself if it is none."""
+    """Base node of a view; the node itself if it is not a view."""
     while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
         node = node.args[0]
     return node
@@ -306,7 +306,7 @@ def _root(
     graph: fx.Graph,
     nodes: Sequence[fx.Node],
 ) -> dict[str, Any]:
-    """What a layer's graph uses, by its names: the model's own objects."""
+    """The model's own objects that a layer's graph uses, by name."""
     root: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -322,7 +322,7 @@ def _root(
 
 
 def _keep_out_of_state(body: fx.GraphModule, model: nn.Module) -> None:
-    """Buffers that the model does not save are not saved in a layer."""
+    """Marks buffers as non-persistent that the model does not save."""
     state = model.state_dict(keep_vars=True)
     saved = {id(one) for one in state.values()}
     for name, one in list(body.named_buffers(recurse=False)):

@@ -1,8 +1,8 @@
 """Trace of a model's forward between its submodules, by torch's own tracer.
 
 `make_fx` runs forward once on fake tensors with symbolic sizes, as torch.export and
-torch.distributed.pipelining do. Submodules that stay whole are one call each: they
-remain the user's own modules, with their names, hooks, modes and random numbers.
+torch.distributed.pipelining do. Each uncut submodule is a single call: it remains the
+user's own module, with its name, hooks, mode and random numbers.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from elche.torch_internals.passes import FakeTensorMode
 @final
 @dataclass(frozen=True)
 class CallTrace:
-    """Trace of a forward between the submodules that stay whole.
+    """Trace of a forward between the uncut submodules.
 
     Attributes:
-        graph: with a node of :func:`call_whole` for each call of one; returns the
-            tensors of the output in a list.
-        used: parameters and buffers that the code between them uses, by the graph's
-            names; None for a constant that forward makes.
+        graph: graph with a node of :func:`call_whole` for each submodule call; returns
+            the output's tensors in a list.
+        used: parameters and buffers used by the traced code, by the graph's names; None
+            for a constant that forward makes.
         changed: buffers that forward changes in training, by the model's names.
-        arguments: that forward was traced with.
-        output: of forward, with others in the place of its tensors.
-        device: where it was traced.
-        is_cached: whether with a cache, which modules are given as `CACHE_MARK`.
+        arguments: arguments of the traced forward.
+        output: structure of forward's output, with placeholder tensors.
+        device: device of the trace.
+        is_cached: whether modules receive a cache, as `CACHE_MARK`.
     """
 
     graph: fx.Graph
@@ -63,13 +63,13 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
     """Traces a model.
 
     Args:
-        model: as the user gave it, also on the meta device; it is left as it was.
-        whole: name of each submodule that stays whole, by id.
+        model: the user's model, possibly on the meta device; it is not modified.
+        whole: name of each uncut submodule, by id.
         sample: one microbatch of its input.
 
     Raises:
-        ConfigError: the code between the submodules cannot be traced, or does something
-            else in evaluation than in training.
+        ConfigError: the code between the submodules cannot be traced, or differs
+            between training and evaluation.
     """
     device = _device_of(model)
     with modes_kept([model]):
@@ -85,10 +85,10 @@ def trace_cached(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Cal
     """Traces a model in evaluation, with a cache of keys and values of any length.
 
     Args:
-        model: see `elche.pipeline.cutting.caching.has_cache`; its parts may stand on
+        model: see `elche.pipeline.cutting.caching.has_cache`; its parts may be on
             several devices.
         whole: as in `trace_calls`.
-        sample: likewise.
+        sample: as in `trace_calls`.
 
     Raises:
         ConfigError: the code between the submodules cannot be traced.
@@ -128,7 +128,7 @@ def _trace(
     watch = ModuleCalls(model, whole)
 
     def forward(*tensors: torch.Tensor) -> list[Any]:
-        # In here: the tracer has set a hook of its own before.
+        # Patched inside forward: the tracer has installed its own hook before.
         with watch.patched(), stand_ins.patched():
             given = arguments.filled(tensors)
             found = traced_forward(model, given) if is_cached else model(**given)
@@ -145,7 +145,7 @@ def _trace(
             "cut by hand with split=lambda model: [...]"
         )
     _drop_empty_modes(made.graph)
-    # Of a cache's length and the new positions (one, later) no guard holds.
+    # No guard holds for a cache's length and the new positions (later just one).
     guards = [] if is_cached else [one.expr for one in shapes.guards]
     arguments.learn_sizes(symbols, fixed, guards)
     nothing = torch.empty(0, device="cpu")
@@ -162,10 +162,10 @@ def _trace(
 
 @contextmanager
 def _refusing(calls: ModuleCalls) -> Iterator[None]:
-    """Says where forward was when the tracer could not go on.
+    """Adds the failing module's name to errors of the tracer.
 
     Raises:
-        ConfigError: it could not.
+        ConfigError: tracing failed.
     """
     try:
         yield
@@ -184,14 +184,14 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
 
 @final
 class _StandIns:
-    """Fake tensors for parameters and buffers: forward changes none of the model's.
+    """Fake tensors for parameters and buffers, so that forward changes no real ones.
 
-    BatchNorm, for one, counts its batches.
+    BatchNorm, for example, counts its batches.
 
     Args:
-        model: whose.
-        mode: makes them.
-        device: where they seem to be.
+        model: model with the real tensors.
+        mode: fake tensor mode.
+        device: device of the fake tensors.
     """
 
     def __init__(
@@ -210,9 +210,9 @@ class _StandIns:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Puts them into the model, and the model's own back.
+        """Puts the fake tensors into the model, and restores the real ones afterwards.
 
-        `torch.func.functional_call` leaves them in a module that stands in two places.
+        `torch.func.functional_call` would leave them in a module that is used twice.
         """
         slots = [
             (held, name, one)
@@ -230,7 +230,7 @@ class _StandIns:
                 held[name] = one
 
     def used(self, made: fx.GraphModule) -> dict[str, torch.Tensor | None]:
-        """Tensors that a trace refers to, by name; None for its own constants."""
+        """Tensors used by a trace, by name; None for its own constants."""
         real = {id(self._fakes[id(one)]): one for one in self._named.values()}
         names = [node.target for node in made.graph.nodes if node.op == "get_attr"]
         return {name: real.get(id(getattr(made, name))) for name in names}
@@ -245,7 +245,7 @@ class _StandIns:
 
 
 def _fixed_size(size: Any) -> int | None:
-    """The number that a size has become in a trace; None while it may vary."""
+    """The number that a size became in a trace; None if it is still symbolic."""
     expression = size if isinstance(size, int) else size.node.expr
     is_number = isinstance(expression, int) or expression.is_number
     return int(expression) if is_number else None
@@ -256,12 +256,12 @@ def _dynamic(tensor: torch.Tensor) -> StatelessSymbolicContext[Any, Any]:
 
 
 def _drop_empty_modes(graph: fx.Graph) -> None:
-    """Drops switches of no_grad or autocast around calls of whole modules.
+    """Drops switches of no_grad or autocast around calls of uncut modules.
 
-    They switch for themselves when they run.
+    The modules set the switches themselves when they run.
 
     Raises:
-        ConfigError: there is traced code between two of them.
+        ConfigError: there is traced code between two switches.
     """
     while True:
         nodes = list(graph.nodes)
@@ -293,7 +293,8 @@ def _compare(trained: fx.Graph, evaluated: fx.Graph) -> None:
     """Raises unless both graphs are the same.
 
     Raises:
-        ConfigError: they are not; says between which submodules.
+        ConfigError: they differ; the message names the submodules around the
+            difference.
     """
     rows = [_texts(graph) for graph in (trained, evaluated)]
     if rows[0] == rows[1]:
@@ -311,7 +312,7 @@ def _compare(trained: fx.Graph, evaluated: fx.Graph) -> None:
 
 
 def _texts(graph: fx.Graph) -> list[str]:
-    """The nodes of a graph; names of nodes in it are numbers, others may differ."""
+    """Texts of a graph's nodes, with nodes numbered, since names may differ."""
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     return [
         str(fx.node.map_arg((str(one.target), one.args, one.kwargs), number.get))
@@ -320,7 +321,7 @@ def _texts(graph: fx.Graph) -> list[str]:
 
 
 def where(node: fx.Node) -> str:
-    """Between which submodules a node of a trace stands, for messages."""
+    """Text that names the submodules before and after a node, for messages."""
     before, after, is_seen = "the input", "the output", False
     for one in node.graph.nodes:
         is_seen = is_seen or one is node

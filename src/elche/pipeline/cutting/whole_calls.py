@@ -1,4 +1,4 @@
-"""Calls of modules while a model is traced; those that stay whole become one node."""
+"""Calls of modules while a model is traced; an uncut module becomes one node."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def call_whole(name: str, args: Any, keywords: Any) -> NoReturn:
-    """Stands in a trace for the call of a submodule; it is replaced before it runs."""
+    """Placeholder in a trace for the call of a submodule; replaced before it runs."""
     raise RuntimeError(f"the call of {name} was not put into a layer")
 
 
 @final
 class ModuleCalls:
-    """Calls of modules while a model is traced.
+    """Intercepts calls of modules while a model is traced.
 
     Args:
-        model: what is traced.
-        whole: names of submodules that stay whole, by id.
+        model: model to trace.
+        whole: names of uncut submodules, by id.
 
     Attributes:
-        inside: the innermost module that was being called when an error came.
+        inside: innermost module of the calls in progress when an error occurred.
     """
 
     def __init__(self, model: nn.Module, whole: Mapping[int, str]) -> None:
         self._whole = whole
         self._names = {id(one): name for name, one in model.named_modules()}
-        # Some override the call itself, to checkpoint what is inside of it.
+        # Some classes override `__call__` itself, for activation checkpointing.
         self._owners = {
             owner
             for one in (model, *model.modules())
@@ -59,7 +59,7 @@ class ModuleCalls:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Calls of all modules come here meanwhile, as torch.fx does it."""
+        """Intercepts the calls of all modules in this context, as torch.fx does."""
         calls = {owner: owner.__dict__["__call__"] for owner in self._owners}
         for owner, call in calls.items():
             setattr(owner, "__call__", self._hook(call))  # noqa: B010
@@ -117,7 +117,7 @@ class ModuleCalls:
         return found
 
     def _proxies(self, value: Any, tracer: Any) -> Any:
-        """Arguments of a call with the trace's values instead of tensors."""
+        """Replaces tensors in a call's arguments by the trace's proxies."""
         if hasattr(value, "traced_as"):
             return value.traced_as
         if isinstance(value, (torch.Tensor, *_SYMBOLS)):

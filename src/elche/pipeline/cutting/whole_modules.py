@@ -1,4 +1,4 @@
-"""Choice of the submodules that stay whole, and of those to cut between."""
+"""Choice of the uncut submodules, and of the cuts between them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CutChoice:
     """Places at which a model may be cut.
 
     Attributes:
-        whole: names of submodules that run as they are; code between them is traced.
-        before: of these, those before whose calls a layer begins.
-        after: those after whose calls one begins.
+        whole: names of uncut submodules; the code between them is traced.
+        before: submodules before whose calls a layer begins.
+        after: submodules after whose calls a layer begins.
         merges: whether layers without parameters join their neighbours.
     """
 
@@ -36,15 +36,15 @@ class CutChoice:
 
 
 def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
-    """Cuts where the user says.
+    """Cuts at the user's split points.
 
     Args:
-        model: what to cut.
+        model: model to cut.
         points: names of submodules before which to cut; or by name
             ``SplitPoint.BEGINNING`` or ``SplitPoint.END`` of torch's pipelining.
 
     Raises:
-        ConfigError: there is no such module, or it is none that is called.
+        ConfigError: there is no such module, or forward does not call it.
     """
     if isinstance(points, str):
         raise ConfigError(
@@ -84,8 +84,8 @@ def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
 def at_blocks(model: nn.Module) -> CutChoice:
     """Cuts around the members of the model's chains of blocks.
 
-    Chains are its outermost ModuleLists and Sequentials, and those directly inside of
-    them. A model without one may be cut between any of its children.
+    Chains are its outermost ModuleLists and Sequentials, and those directly in them. A
+    model without chains may be cut between any of its children.
     """
     chains = {
         name: one for name, one in model.named_modules() if isinstance(one, _CHAINS)
@@ -110,7 +110,7 @@ def at_blocks(model: nn.Module) -> CutChoice:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """True if a module has any."""
+    """True if a module has any parameters."""
     return next(module.parameters(), None) is not None
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: exchange, agree, fail together."""
+"""Communication of a pipeline's ranks: exchange, agreement, common failure."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OF_ALL_REPLICAS = "the settings"
 
 @final
 class PipelineCommunicator:
-    """Exchange and agreement with the other ranks, and their common failure.
+    """Exchange and agreement with the other ranks, and common failure.
 
     In a run of one rank every call returns at once.
 
     Args:
         rank: this rank.
-        peers: connections to the other ranks; None where there are none.
-        timeout_s: deadline of waits outside steps.
+        peers: connections to the other ranks; None without other ranks.
+        timeout_s: deadline (s) of waits outside steps.
     """
 
     def __init__(self, rank: int, peers: StagePeers | None, timeout_s: float) -> None:
@@ -43,7 +43,7 @@ class PipelineCommunicator:
             _leave_at_exit(peers)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Gives a value to all ranks, and gets theirs, in rank order."""
+        """Sends a value to all ranks, and returns all ranks' values in rank order."""
         self.check_open()
         if self.peers is None:
             return [value]
@@ -51,17 +51,17 @@ class PipelineCommunicator:
             return self.peers.exchange(value, self._timeout_s, what)
 
     def check_open(self) -> None:
-        """Raises when nothing can be done together any more.
+        """Raises if the pipeline is no longer usable.
 
         Raises:
-            CommunicationError: the pipeline was closed, or has ended by a failure.
+            CommunicationError: the pipeline was closed, or has failed.
         """
         if self._ended:
             raise CommunicationError(f"{self._ended}; make another Pipeline")
 
     @contextmanager
     def ending_on_failure(self) -> Iterator[None]:
-        """Messages that fail end the pipeline on all ranks."""
+        """Context in which an exception ends the pipeline on all ranks."""
         try:
             yield
         except Exception as error:
@@ -69,28 +69,28 @@ class PipelineCommunicator:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Ends the pipeline on all ranks, with the reason."""
+        """Ends the pipeline on all ranks, with the error as reason."""
         if not self._ended:
             self._ended = f"the pipeline has ended ({type(error).__name__}: {error})"
         if self.peers is not None:
             self.peers.fail(error)
 
     def close(self) -> None:
-        """Leaves."""
+        """Closes this rank's connections."""
         self._ended = self._ended or "the pipeline is closed"
         if self.peers is not None:
             self.peers.close()
 
     def gather(self, make: Callable[[], Any], what: str) -> list[Any]:
-        """Gives what this rank makes to all ranks, and gets theirs, in rank order.
+        """Sends `make`'s result to all ranks, and returns all results in rank order.
 
         Args:
-            make: its result can be sent on the control channel.
-            what: for people.
+            make: makes a value that the control channel can send.
+            what: description for errors.
 
         Raises:
-            ConfigError: another rank could not; what `make` raises is raised here. The
-                pipeline has ended.
+            ConfigError: another rank failed; errors of this rank's `make` are raised as
+                they are. The pipeline has ended.
         """
         try:
             return self.agree(make, what)
@@ -99,10 +99,11 @@ class PipelineCommunicator:
             raise
 
     def agree(self, make: Callable[[], Any], what: str) -> list[Any]:
-        """Gathers as `gather` does, but leaves the pipeline open after an error.
+        """Like `gather`, but leaves the pipeline open after an error.
 
         Raises:
-            ConfigError: another rank could not; what `make` raises is raised here.
+            ConfigError: another rank failed; errors of this rank's `make` are raised as
+                they are.
             MismatchError: another rank calls another method.
         """
         made, raised, error = None, None, ""
@@ -120,15 +121,15 @@ class PipelineCommunicator:
         return [value for _, _, value in told]
 
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
-        """Builds on every rank, and raises on all if one cannot, or they differ.
+        """Builds on every rank, and raises on all if one fails, or they differ.
 
         Args:
             build: builds this rank's part.
-            groups: the replicas; what one of them runs is its own affair.
+            groups: the replicas; each may run its own schedule.
 
         Raises:
             ConfigError: a rank cannot build its stages.
-            MismatchError: they do not go together.
+            MismatchError: the ranks' parts do not match.
         """
         if self.peers is None:
             return build()
@@ -162,21 +163,22 @@ class PipelineCommunicator:
         given: StepInput,
         wants_cut: Callable[[], bool] = lambda: False,
     ) -> tuple[StepResults, list[list[float]], bool]:
-        """Carries out a step; every rank then knows that all ranks could.
+        """Carries out a step, after which every rank knows that all ranks succeeded.
 
         Args:
-            carry_out: does this rank's part.
-            given: for it.
-            wants_cut: called after it.
+            carry_out: carries out this rank's part.
+            given: input of `carry_out`.
+            wants_cut: called after `carry_out`.
 
         Returns:
-            This rank's results, the losses of the microbatches from each rank that has
-            them, and what `wants_cut` returned on rank 0.
+            This rank's results, each rank's microbatch losses, and rank 0's result of
+            `wants_cut`.
 
         Raises:
-            RemoteRankError: another rank failed; what this rank's own work raises is
-                raised here. The pipeline has ended.
-            CommunicationError: a rank is gone, or late; the pipeline has ended.
+            RemoteRankError: another rank failed; errors of this rank are raised as they
+                are. The pipeline has ended.
+            CommunicationError: a rank has disconnected or is late; the pipeline has
+                ended.
         """
         if self.peers is None:
             results = carry_out(given)
@@ -193,10 +195,10 @@ def _losses(results: StepResults) -> list[float]:
 
 
 def check_same_call(told: Sequence[Sequence[Any]], what: str) -> None:
-    """Raises unless all ranks call the same method, whose name they give first.
+    """Raises unless all ranks call the same method, by the first item of each report.
 
     Raises:
-        MismatchError: they do not.
+        MismatchError: ranks call different methods.
     """
     if any(one[0] != what for one in told):
         calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(told))
@@ -216,7 +218,7 @@ def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None
 
 
 def _leave_at_exit(peers: StagePeers) -> None:
-    """The group of gloo aborts the interpreter's exit if a group is left open."""
+    """Closes at exit: gloo aborts the interpreter's exit if a group is left open."""
     held = weakref.ref(peers)
 
     def leave() -> None:

@@ -43,13 +43,13 @@ _joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
 
 @final
 class StagePeers:
-    """This rank among the others; made by :meth:`join`.
+    """This rank's connections to the others; made by :meth:`join`.
 
     Args:
-        placement: this process's place.
-        channel: to the coordinator, for the rendezvous and for failures.
+        placement: this process's rank and addresses.
+        channel: control channel to the coordinator, for the rendezvous and failures.
         group: the process group.
-        name: of this pipeline in the coordinator's store.
+        name: the pipeline's name in the coordinator's store.
 
     Attributes:
         transport: messages of steps.
@@ -77,7 +77,7 @@ class StagePeers:
         """Connects to all ranks of the run.
 
         Raises:
-            CommunicationError: they did not come together in time.
+            CommunicationError: the ranks did not connect in time.
         """
         placement, channel = connect(placement, timeout_s)
         assert placement.coordinator is not None
@@ -98,7 +98,7 @@ class StagePeers:
             raise
         peers = StagePeers(placement, channel, group, name)
         group.check = peers.waits.check
-        try:  # memory to the ranks of this host, gloo to the others
+        try:  # shared memory to ranks on this host, gloo to the others
             memory = open_message_memory(
                 *(placement.rank, placement.world_size),
                 lambda text: gather_texts(group, text, "sharing memory"),
@@ -111,21 +111,21 @@ class StagePeers:
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:
-        """Connects only to abort the run, in which this rank cannot take part."""
+        """Connects only to abort the run, in which this rank cannot participate."""
         with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
             StagePeers.join(placement, _DECLINE_S).fail(error)
 
     def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
-        """Sends a value to all ranks, and receives theirs, in rank order.
+        """Sends a value to all ranks, and returns all ranks' values in rank order.
 
         Args:
-            value: of what msgpack can write.
-            timeout_s: deadline.
+            value: a value that msgpack can write.
+            timeout_s: deadline (s).
             what: description for errors.
 
         Raises:
-            DeadlineError: a rank did not come in time.
-            CommunicationError: a rank is gone.
+            DeadlineError: a rank was late.
+            CommunicationError: a rank has disconnected.
             RemoteRankError: the run has ended.
         """
         if self.rank != 0:
@@ -138,12 +138,12 @@ class StagePeers:
             values.append(self.receive(rank, timeout_s, what).structure)
         for rank in others:
             self.send(rank, Message(structure=values), timeout_s, what)
-        # Ranks that leave after this one leave none without it.
+        # Flush, so that a rank that leaves next has sent everything.
         self.transport.flush(timeout_s)
         return values
 
     def gather(self, part: Message, to: int, timeout_s: float) -> list[Message]:
-        """Collects a message of each rank on one, in rank order; [] on the others."""
+        """Gathers each rank's message on rank `to`, in rank order; [] on the others."""
         what = "a rank's part of the model's state"
         if self.rank != to:
             self.send(to, part, timeout_s, what)
@@ -159,32 +159,32 @@ class StagePeers:
         self.transport.send(Address(rank, BETWEEN_STEPS, what), message, timeout_s)
 
     def receive(self, rank: int, timeout_s: float, what: str) -> Message:
-        """Receives the next message that a rank has sent with :meth:`send`."""
+        """Receives a rank's next message sent with :meth:`send`."""
         address = Address(rank, BETWEEN_STEPS, what)
         return self.transport.receive(address, timeout_s)
 
     def heeds_signals(self, heeds: bool) -> None:
-        """Tells the launcher whether this rank ends well by itself when signalled."""
+        """Reports to the launcher whether this rank stops by itself after a signal."""
         self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def form_groups(
         self, wanted: Sequence[tuple[int, ...]], shares: bool, timeout_s: float
     ) -> dict[tuple[int, ...], Group]:
-        """Forms groups of some ranks each, for collectives; once.
+        """Forms process groups of subsets of the ranks, for collectives; call it once.
 
         Args:
-            wanted: the ranks of each, ascending; the same on all ranks.
-            shares: whether this rank may share memory with others of its host.
-            timeout_s: deadline of forming each.
+            wanted: ranks of each group, ascending; the same on all ranks.
+            shares: whether this rank may share memory with others on its host.
+            timeout_s: deadline (s) of forming each group.
 
         Returns:
-            Those that this rank is in. They end with the pipeline.
+            The groups that contain this rank, by ranks. They close with the pipeline.
 
         Raises:
-            CommunicationError: the ranks of one did not come together.
+            CommunicationError: a group's ranks did not connect.
         """
         groups = {}
-        # In one order on all ranks: forming waits for all ranks of a group.
+        # In the same order on all ranks: forming waits for all ranks of a group.
         for ranks in sorted(set(wanted)):
             if self.rank not in ranks:
                 continue
@@ -208,17 +208,17 @@ class StagePeers:
         partners: frozenset[int],
         timeout_s: float,
     ) -> None:
-        """Sends tensors of steps from device to device where all ranks can.
+        """Sends step tensors from device to device if all ranks support it.
 
         Call it on every rank.
 
         Args:
-            device: this rank's.
-            partners: ranks with which it shares an edge of the pipeline.
-            timeout_s: deadline of forming it.
+            device: this rank's device.
+            partners: ranks that share a pipeline edge with this rank.
+            timeout_s: deadline (s) of forming the device group.
 
         Raises:
-            CommunicationError: the ranks did not come together.
+            CommunicationError: the ranks did not connect.
             RemoteRankError: the run has ended.
         """
         self._devices = open_device_group(
@@ -246,14 +246,14 @@ class StagePeers:
         """Waits for a collective of some ranks.
 
         Args:
-            poll: returns True when it is through.
-            end: called then; raises RuntimeError if it has failed.
-            ranks: that take part.
+            poll: returns True when the collective is complete.
+            end: called on completion; raises RuntimeError if it has failed.
+            ranks: participating ranks.
             what: description for errors.
-            timeout_s: deadline.
+            timeout_s: deadline (s).
 
         Raises:
-            DeadlineError: it is not through in time; names the late ranks.
+            DeadlineError: the collective is late; the message names the late ranks.
             CommunicationError: a connection has failed.
             RemoteRankError: the run has ended.
         """
@@ -266,7 +266,7 @@ class StagePeers:
                 time.sleep(SLEEP_S)
             try:
                 end()
-            except CommunicationError as error:  # its reason may be on its way
+            except CommunicationError as error:  # its reason may still arrive
                 raise RuntimeError(error) from error
             return True
 
@@ -274,7 +274,7 @@ class StagePeers:
         self.waits.until(look, others, what, timeout_s)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run for all ranks, whose messages have failed."""
+        """Ends the run for all ranks, with this rank's error as reason."""
         if not self._closed and not isinstance(error, RemoteRankError):
             failed = Failed(
                 rank=self.rank,
@@ -286,7 +286,7 @@ class StagePeers:
         self._end()
 
     def close(self) -> None:
-        """Leaves. Call it on every rank; may be called twice."""
+        """Closes the connections. Call it on every rank; may be called twice."""
         if not self._closed:
             with contextlib.suppress(CommunicationError, RemoteRankError):
                 self.transport.flush(_LEAVE_S)
@@ -297,7 +297,7 @@ class StagePeers:
         if self._closed:
             return
         self._closed = True
-        for group in self._subgroups:  # before others wait for what never comes
+        for group in self._subgroups:  # first, to release ranks that wait in them
             end_waits(group.point_to_point, group.rank, group.world_size)
         self.transport.close()
         for group in (*self._subgroups, self._group):

@@ -1,4 +1,4 @@
-"""Waits for other ranks: one deadline, one failure, and the wait-for graph."""
+"""Waits for other ranks: deadlines, failures, and the wait-for graph."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from elche.errors import CommunicationError, DeadlineError, ElcheError, RemoteRa
 BEYOND_S = 60.0
 """gloo's own timeout (s) beyond every deadline of ours, whose errors name ranks."""
 TELL_S = 1.0
-"""Most time (s) for another rank's wait to come by the coordinator."""
+"""Longest wait (s) for another rank's published wait from the coordinator."""
 NAMED_AFTER_S = 10.0
-"""Least wait (s) after which the log names the late rank."""
+"""Minimum wait (s) after which the log names the late rank."""
 NAMED_AFTER_WAITS = 4
-"""Factor of the longest wait so far after which the log names the late rank."""
+"""Multiple of the longest wait so far after which the log names the late rank."""
 REASON_WITHIN_S = 5.0
-"""Most time (s) for the reason of a lost connection to come by the coordinator."""
+"""Longest wait (s) for the reason of a lost connection from the coordinator."""
 
 logger = logging.getLogger(__name__)
 
 
 @final
 class Waits:
-    """This rank's waits for others. The coordinator holds the long ones of all ranks.
+    """This rank's waits for others; the coordinator stores long waits of all ranks.
 
-    A rank that is waited for and has published no wait is late. Process groups find
-    their ranks by it, see `RendezvousChannel`.
+    An awaited rank that has published no wait of its own is late. Process groups also
+    use this object as their `RendezvousChannel`.
 
     Args:
-        channel: to the coordinator.
+        channel: control channel to the coordinator.
         rank: this rank.
-        name: of the pipeline in the coordinator's store.
+        name: the pipeline's name in the coordinator's store.
     """
 
     def __init__(self, channel: ControlChannel, rank: int, name: str) -> None:
@@ -46,11 +46,11 @@ class Waits:
         self._longest_s = 0.0
 
     def check(self) -> None:
-        """Raises when the run has been ended.
+        """Raises if the run has ended.
 
         Raises:
-            RemoteRankError: it has; says why.
-            CommunicationError: the coordinator is gone.
+            RemoteRankError: the run has ended; the message has the reason.
+            CommunicationError: the coordinator has disconnected.
         """
         abort = self._channel.find_abort()
         if abort is not None:
@@ -61,22 +61,22 @@ class Waits:
         self._channel.store_set(key, value)
 
     def store_get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for a value that a rank publishes; ends when the run does.
+        """Waits for another rank's published value; raises if the run ends.
 
         Args:
-            key: of the value.
-            timeout_s: gloo's deadline, which is later than ours.
+            key: key of the value.
+            timeout_s: gloo's deadline (s), `BEYOND_S` later than ours.
 
         Raises:
             RemoteRankError: another rank has failed meanwhile.
-            CommunicationError: the coordinator is gone.
+            CommunicationError: the coordinator has disconnected.
             DeadlineError: the value was not published in time.
         """
         timeout_s -= BEYOND_S
         try:
             return self._channel.store_get(key, timeout_s)
         except CommunicationError as error:
-            self.check()  # it may have the reason
+            self.check()  # the run's abort may have the reason
             if not isinstance(error, DeadlineError):
                 raise
             raise DeadlineError(
@@ -91,18 +91,18 @@ class Waits:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Waits for other ranks. The log names one that is unusually late.
+        """Waits for other ranks. The log names a rank that is unusually late.
 
         Args:
-            look: sleeps for a moment; returns True when the wait is over.
-            ranks: that are waited for.
+            look: polls for a moment; returns True when the wait is over.
+            ranks: awaited ranks.
             what: description for errors.
-            timeout_s: deadline.
+            timeout_s: deadline (s).
 
         Raises:
-            DeadlineError: the deadline has passed; names the late ranks.
-            CommunicationError: `look` has raised RuntimeError: a connection is lost.
-            RemoteRankError: the run has been ended.
+            DeadlineError: the deadline has passed; the message names the late ranks.
+            CommunicationError: `look` raised RuntimeError: a connection is lost.
+            RemoteRankError: the run has ended.
         """
         started_s = time.monotonic()
         named_after_s = max(NAMED_AFTER_S, NAMED_AFTER_WAITS * self._longest_s)
@@ -153,7 +153,7 @@ class Waits:
             )
 
     def _explain(self, ranks: Sequence[int]) -> str:
-        """The late ranks, or those that wait for each other."""
+        """Text that names the late ranks, or the ranks that wait for each other."""
         late, seen = self._follow(ranks)
         if not late:
             return f"{_names(seen)} wait for each other"
@@ -161,7 +161,7 @@ class Waits:
         return f"{_names(late)} {verb} for no other rank"
 
     def _follow(self, ranks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The awaited ranks that wait for none, and all on the way to them."""
+        """Awaited ranks that wait for no rank, and all ranks on the path to them."""
         seen, late = [self._rank], []
         to_ask = list(ranks)
         while to_ask:
@@ -176,7 +176,7 @@ class Waits:
         return late, seen
 
     def _waits_of(self, rank: int) -> str:
-        """The present wait of a rank; "" if it has published none."""
+        """Published wait of a rank; "" if there is none."""
         self._channel.store_forget(self._key(rank))
         try:
             return self._channel.store_get(self._key(rank), TELL_S).decode()

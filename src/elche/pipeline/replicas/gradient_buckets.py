@@ -1,4 +1,4 @@
-"""Gradients in flat pieces of memory, summed over the ranks that hold them."""
+"""Gradients in flat buckets, summed over the ranks that hold the parameters."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 
 BUCKET_BYTES = 25 << 20
-"""Size of a bucket; as in torch's DistributedDataParallel."""
+"""Size of a bucket in bytes; as in torch's DistributedDataParallel."""
 
 
 @final
 class GradientBucket:
-    """Gradients in one piece of memory, and a flag for each parameter that has one.
+    """Gradients in one flat buffer, with a flag per parameter that has a gradient.
 
     Args:
-        parameters: of this rank, of types that are summed in `dtype`.
-        dtype: of the sum.
-        group: of the ranks that hold these parameters; all of them make the bucket.
+        parameters: parameters of this rank whose dtypes are summed in `dtype`.
+        dtype: dtype of the sum.
+        group: process group of the ranks that hold these parameters; all of them make
+            the bucket.
 
     Attributes:
-        exchange: sums it.
+        exchange: all-reduce of the buffer.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class GradientBucket:
 
     @torch.no_grad()
     def begin(self, contributes: bool) -> None:
-        """Begins to sum.
+        """Starts the all-reduce.
 
         Args:
-            contributes: whether this rank's gradients, or zeros.
+            contributes: whether this rank adds its gradients, or zeros.
 
         Raises:
-            ConfigError: a gradient is sparse; nothing has begun.
+            ConfigError: a gradient is sparse; nothing has started.
             CommunicationError: a connection has failed.
         """
         gradients = [one.grad if contributes else None for one in self._parameters]
@@ -85,7 +86,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Replaces the gradients by the sums; by None where no rank had one."""
+        """Replaces the gradients by the sums; by None if no rank had a gradient."""
         at = self._numel
         present = self._sum(at, at + len(self._parameters)).tolist()
         at = 0
@@ -110,9 +111,10 @@ class GradientBucket:
 def make_buckets(
     parameters: Sequence[nn.Parameter], group: Group
 ) -> list[GradientBucket]:
-    """By type of the sum, in order; more than a bucket's size only for one alone.
+    """Groups parameters into buckets by the dtype of the sum, in order.
 
-    Half precision is summed in float32, complex numbers as two real ones.
+    Only a single parameter may exceed a bucket's size. Half precision is summed in
+    float32, complex numbers as two real ones.
     """
     made: list[GradientBucket] = []
     for dtype in (torch.float32, torch.float64):
@@ -134,5 +136,5 @@ def make_buckets(
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; complex numbers as pairs of real ones."""
+    """View of the tensor, with complex numbers as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

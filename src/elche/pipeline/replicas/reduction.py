@@ -1,10 +1,10 @@
-"""Gradient reduction over ranks that hold the same parameters, beside backward.
+"""Gradient reduction over ranks that hold the same parameters, during backward.
 
-These are the replicas of a pipeline, and stages that share a parameter. When the last
-weight gradient of a stage has run, its gradients go into flat buckets, whose sums
-begin; the step ends when all sums are there. A replica without a batch sends zeros.
+These are replicas of a pipeline, and stages that share a parameter. After a stage's
+last weight gradient, its gradients are copied into flat buckets, whose all-reduces
+start. The step ends when all sums have arrived. A replica without a batch adds zeros.
 
-The buckets are one more copy of this rank's gradients.
+The buckets take the memory of one more copy of this rank's gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elche.pipeline.step.executor import StepInput, StepResults
 
 @final
 class _Line:
-    """The units that one process group sums, which all its ranks begin in one order."""
+    """Units of one process group, which all its ranks reduce in the same order."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -32,10 +32,10 @@ class _Line:
         self.begun = 0
 
     def begin(self, complete: set[int] | None) -> None:
-        """Begins those of complete stages, as far as the order allows.
+        """Starts the units of complete stages, as far as the order allows.
 
         Args:
-            complete: stages; None begins all units, with zeros.
+            complete: stages with complete gradients; None starts all units, with zeros.
         """
         has_batch = complete is not None
         for stages, buckets in self.units[self.begun :]:
@@ -48,16 +48,16 @@ class _Line:
 
 @final
 class GradientReduction:
-    """This rank's part in summing gradients over the replicas; see the module.
+    """Sums this rank's gradients over the replicas; see the module.
 
     Args:
-        units: those that this rank holds, in the common order.
-        parameters: this rank's, by the units' names.
-        groups: of the units' ranks.
-        peers: all ranks.
+        units: units that this rank holds, in the common order.
+        parameters: this rank's parameters, by the units' names.
+        groups: process groups by ranks of the units.
+        peers: connections to all ranks.
 
     Attributes:
-        copies: ids of the parameters that a lower rank holds, too.
+        copies: ids of the parameters that a lower rank also holds.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GradientReduction:
         self._complete: set[int] = set()
 
     def stage_is_through(self, stage: int) -> None:
-        """The last weight gradient of a stage has run; begins what waited for it.
+        """Marks a stage's gradients as complete, and starts the units that need them.
 
         Raises:
             ConfigError: a gradient cannot be summed.
@@ -101,19 +101,18 @@ class GradientReduction:
         given: StepInput,
         has_batch: bool,
     ) -> StepResults:
-        """Carries out this rank's part of a step; then the gradients are the sums.
+        """Carries out this rank's part of a step and replaces the gradients by sums.
 
-        Gradients that were there before are added, and not summed again.
+        Gradients from before the step are added, and not summed again.
 
         Args:
             carry_out: calls :meth:`stage_is_through` for each stage.
-            given: for it.
-            has_batch: whether this replica has one; without, only its part in the
-                sums is done.
+            given: input of `carry_out`.
+            has_batch: whether this replica has a batch; otherwise it only adds zeros.
 
         Raises:
-            DeadlineError: a rank did not come to a sum in time.
-            CommunicationError: a connection has failed. Others are `carry_out`'s.
+            DeadlineError: a rank was late for a sum.
+            CommunicationError: a connection has failed. Others as `carry_out` raises.
         """
         earlier = [one.grad for one in self._parameters]
         for one in self._parameters:
@@ -133,7 +132,7 @@ class GradientReduction:
         return results
 
     def _take_sums(self, timeout_s: float) -> None:
-        """Waits for all sums; then writes them."""
+        """Waits for all sums; then writes them into the gradients."""
         buckets = []
         for line in self._lines:
             for stages, mine in line.units:

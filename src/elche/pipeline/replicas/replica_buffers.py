@@ -1,10 +1,10 @@
-"""Buffers that training changes, such as BatchNorm's statistics, over the replicas.
+"""Averages over replicas of buffers that training changes, such as BatchNorm's.
 
-Each replica updates its own; before an evaluation and before the state is gathered,
-those that changed anywhere become the plain mean of the replicas that changed them.
-Averages of moving averages are the moving average of averages, so nothing is lost by
-doing it only there. Counters take the value of the first of these replicas. What nobody
-changed does not travel, and stays as it is bit by bit.
+Each replica updates its own buffers. Before an evaluation and before the state is
+gathered, each buffer that changed becomes the plain mean over the replicas that changed
+it. The mean of moving averages is the moving average of means, so no step is lost.
+Counters take the value of the first of these replicas. Unchanged buffers are not sent
+and stay identical.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class SharedBuffers:
     """Buffers that the same ranks hold.
 
     Attributes:
-        group: of these ranks.
-        ranks: that hold them, ascending.
-        places: this rank's, module and name; the same on all of them in the same order.
+        group: process group of these ranks.
+        ranks: ranks that hold the buffers, ascending.
+        places: module and name of each buffer; in the same order on all these ranks.
     """
 
     group: Group
@@ -40,14 +40,14 @@ class SharedBuffers:
         self._before = [one.clone() for one in self._now()]
 
     def _now(self) -> list[torch.Tensor]:
-        """The buffers; a module may put another tensor in one's place."""
+        """Current buffers; a module may have replaced one by another tensor."""
         return [module.get_buffer(name).detach() for module, name in self.places]
 
     def average(self, peers: StagePeers, timeout_s: float) -> None:
-        """Makes them equal on all ranks, which all call it.
+        """Makes the buffers equal on all ranks, which must all call it.
 
         Raises:
-            DeadlineError: a rank did not come in time.
+            DeadlineError: a rank was late.
             CommunicationError: a connection has failed.
         """
         me = self.ranks.index(peers.rank)
@@ -79,7 +79,7 @@ class SharedBuffers:
 
 
 def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
-    """This rank's part of the sum that becomes the new value."""
+    """This rank's term of the sum that becomes the new value."""
     numbers = as_numbers(buffer)
     given = numbers.reshape(-1).to("cpu", torch.float64)
     is_mean = numbers.is_floating_point()
@@ -90,7 +90,7 @@ def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
 
 
 def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """Equal, or not a number in the same places."""
+    """True if the tensors are equal, with NaN in the same places."""
     if torch.equal(now, before):
         return True
     return bool(torch.all((now == before) | ((now != now) & (before != before))))

@@ -15,11 +15,11 @@ Grouping: TypeAlias = int | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """The ranks of the run, by replica.
+    """Ranks of the run, by replica.
 
     Attributes:
-        ranks: of each replica, in the order of its pipeline; each rank of the run is in
-            one of them.
+        ranks: ranks of each replica, in the order of its pipeline; each rank of the run
+            belongs to one replica.
         rank: this rank.
     """
 
@@ -28,12 +28,12 @@ class ReplicaGroups:
 
     @property
     def are_several(self) -> bool:
-        """True if there is anything to reduce."""
+        """True if there is more than one replica."""
         return len(self.ranks) > 1
 
     @property
     def index(self) -> int:
-        """This rank's replica."""
+        """Index of this rank's replica."""
         return self.replica_of(self.rank)
 
     @property
@@ -42,13 +42,13 @@ class ReplicaGroups:
         return self.ranks[self.index]
 
     def replica_of(self, rank: int) -> int:
-        """The replica that a rank belongs to."""
+        """Index of the replica that a rank belongs to."""
         return next(i for i, members in enumerate(self.ranks) if rank in members)
 
     def placed(self, schedule: Schedule) -> Schedule:
-        """A schedule for as many ranks as this replica has, on the run's ranks.
+        """Maps a schedule over this replica's ranks to the run's ranks.
 
-        The ranks of other replicas have no actions in it.
+        Ranks of other replicas get no actions.
         """
         count = sum(len(members) for members in self.ranks)
         rows: list[tuple[Any, ...]] = [()] * count
@@ -59,17 +59,17 @@ class ReplicaGroups:
 
 
 def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups:
-    """Shares the ranks out among the replicas.
+    """Assigns the ranks to the replicas.
 
     Args:
-        replicas: how many, of consecutive ranks and equally many each; or the ranks of
-            each replica in the order of its pipeline.
+        replicas: number of replicas, each with equally many consecutive ranks; or the
+            ranks of each replica in the order of its pipeline.
         rank: this rank.
-        world_size: ranks of the run.
+        world_size: number of ranks of the run.
 
     Raises:
-        ConfigError: that does not come out even, or a rank is in none of the replicas
-            or in two.
+        ConfigError: the ranks do not divide evenly, or a rank belongs to no replica or
+            to two.
     """
     if isinstance(replicas, int):
         each, rest = divmod(world_size, replicas)
@@ -95,7 +95,7 @@ def check_grouping(told: Sequence[Any]) -> None:
     """Raises unless all ranks have reported the same groups.
 
     Raises:
-        MismatchError: they have not.
+        MismatchError: ranks have reported different groups.
     """
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
@@ -107,13 +107,13 @@ def check_grouping(told: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class ReplicaShares:
-    """The microbatches of one step, of all replicas.
+    """Microbatches of all replicas in one step.
 
     Attributes:
-        sizes: of each replica, samples of its microbatches; none for a replica that
-            has no batch in this step.
-        index: this rank's replica.
-        reduction: of the loss, "mean" or "sum".
+        sizes: samples of each microbatch, per replica; empty for a replica without a
+            batch in this step.
+        index: index of this rank's replica.
+        reduction: reduction of the loss, "mean" or "sum".
     """
 
     sizes: tuple[list[int], ...]
@@ -126,7 +126,7 @@ class ReplicaShares:
         return self.sizes[self.index]
 
     def weights(self, replica: int, scale: float = 1.0) -> list[float]:
-        """Weight of each microbatch's loss in that of the union of all batches."""
+        """Weight of each microbatch's loss in the loss over all replicas' batches."""
         mine = self.sizes[replica]
         if self.reduction == "sum":
             return [scale] * len(mine)
@@ -134,13 +134,13 @@ class ReplicaShares:
         return [scale * size / total for size in mine]
 
     def loss(self, by_replica: Sequence[Sequence[float]]) -> float | None:
-        """The loss of the union of all batches from those of all microbatches.
+        """Loss over all replicas' batches, from the losses of all microbatches.
 
         Returns:
-            None where there are no losses.
+            The loss, or None without any losses.
 
         Raises:
-            ConfigError: a replica with a batch has no losses, and another has.
+            ConfigError: some replicas with a batch have losses, and others have none.
         """
         active = [i for i, sizes in enumerate(self.sizes) if sizes]
         without = [i for i in active if not by_replica[i]]
@@ -165,18 +165,18 @@ def read_shares(
     reduction: str,
     needs_target: bool,
 ) -> ReplicaShares:
-    """Shares of a step, from the ranks' reported batch sizes.
+    """Computes a step's shares from the ranks' reported batch sizes.
 
     Args:
-        told: of each rank, samples of the batch and of the target: None where it has
-            none, -1 for a target whose samples cannot be told.
+        told: samples of batch and target, per rank: None without one, -1 for a target
+            whose samples cannot be counted.
         groups: the replicas.
         counts: microbatches of each replica.
-        reduction: of the loss.
+        reduction: reduction of the loss.
         needs_target: whether a batch without a target is an error.
 
     Raises:
-        ConfigError: batch and target of a replica do not go together; nobody has a
+        ConfigError: batch and target of a replica do not match, or no replica has a
             batch. The same on every rank.
     """
     sizes: list[list[int]] = []

@@ -1,10 +1,10 @@
-"""Units of gradient reduction that the replicas of a pipeline have in common.
+"""Units of gradient reduction that the replicas of a pipeline share.
 
-A unit is a set of parameters that the same ranks hold, and whose gradients are complete
-at the same moment on each of them: after the last weight gradient of the stages that
-use them. Where all replicas have the same partition, units are stages; where they
-differ, each is what a stage of one replica has in common with a stage of the other. A
-parameter that several stages share is a unit of its own, with all ranks that hold it.
+A unit is a set of parameters that the same ranks hold, with gradients complete at the
+same moment on each of them: after the last weight gradient of the stages that use them.
+If all replicas have the same partition, units are stages. If partitions differ, a unit
+is the intersection of a stage of one replica with a stage of the other. A parameter
+shared by several stages is its own unit, over all ranks that hold it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LEARNS, FROZEN, BUFFER = "learns", "is frozen", "is a buffer"
 
 @dataclass(frozen=True)
 class HeldLayer:
-    """A layer as its rank describes it.
+    """A rank's description of one of its layers.
 
     Attributes:
-        index: in the model.
-        stage: that it belongs to.
-        finished_at: place of the stage's last weight gradient in the rank's list.
-        tensors: role, shape and type of each parameter and buffer, by the model's name;
-            of a shared parameter that of its first use.
+        index: layer's index in the model.
+        stage: stage of the layer.
+        finished_at: position of the stage's last weight gradient in the rank's actions.
+        tensors: role, shape and dtype of each parameter and buffer, by the model's
+            name; a shared parameter has the name of its first use.
     """
 
     index: int
@@ -42,9 +42,9 @@ class Unit:
     """Parameters whose gradients are summed together.
 
     Attributes:
-        ranks: that hold them, ascending.
-        stages: of each of these ranks, the stages that must be through.
-        names: of the parameters, in the model's order.
+        ranks: ranks that hold the parameters, ascending.
+        stages: stages that must be complete, on each of these ranks.
+        names: names of the parameters, in the model's order.
     """
 
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class Unit:
     names: tuple[str, ...]
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages that must be through on a rank."""
+        """Stages that must be complete on a rank."""
         return self.stages[self.ranks.index(rank)]
 
 
@@ -60,11 +60,11 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
     """Raises unless all replicas hold the same layers.
 
     Args:
-        held: of each rank.
+        held: layers of each rank.
         groups: the replicas.
 
     Raises:
-        MismatchError: names the first difference. The same on every rank.
+        MismatchError: replicas differ, the message names where. The same on every rank.
     """
     replicas = [
         {layer.index: (rank, layer) for rank in members for layer in held[rank]}
@@ -99,15 +99,15 @@ def _difference(first: tuple[int, HeldLayer], other: tuple[int, HeldLayer]) -> s
 
 
 def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[Unit]:
-    """Cuts the parameters that learn into units; the same on every rank.
+    """Groups trainable parameters into units; the same on every rank.
 
     Args:
-        held: of each rank.
-        role: of others than these.
+        held: layers of each rank.
+        role: role of the parameters, if other than trainable.
 
     Returns:
-        By their ranks; those of the same ranks in the order in which they are complete
-        on the first of these, which is the order in which all reduce them.
+        Units sorted by ranks, then by when they are complete on the first of these
+        ranks, which is the order in which all reduce them.
     """
     users: dict[str, dict[int, set[int]]] = {}
     layer_of: dict[str, int] = {}

@@ -1,11 +1,11 @@
 """Replicas of a pipeline: data parallelism over pipelines.
 
-Each replica is a pipeline on ranks of its own, with batches of its own. Replicas may
-differ in the number of ranks, partition, schedule and microbatches; the model is the
-same. They start equal, every step sums their gradients
-(`elche.pipeline.replicas.reduction`), and they take the same optimizer steps, so they
-stay equal bit by bit where their devices are of one kind. Stages of one pipeline that
-share a parameter, such as a language model's embedding, do the same with it.
+Each replica is a pipeline on its own ranks, with its own batches. Replicas may differ
+in the number of ranks, partition, schedule and microbatches; the model is the same.
+They start equal, every step sums their gradients (`elche.pipeline.replicas.reduction`),
+and they apply the same optimizer steps. So they stay bitwise equal if their devices are
+of one kind. Stages of one pipeline that share a parameter, such as a language model's
+embedding, treat it the same way.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from elche.runtime.process.environment import Placement
 def agree_on_groups(
     replicas: Grouping, placement: Placement, communicator: PipelineCommunicator
 ) -> ReplicaGroups:
-    """The replicas, which all ranks must have given alike.
+    """Determines the replicas, which all ranks must specify equally.
 
     Raises:
         ConfigError: see `group_ranks`; on every rank.
-        MismatchError: ranks have given different ones; on every rank.
+        MismatchError: ranks have specified different replicas; on every rank.
     """
     made: list[ReplicaGroups] = []
 
@@ -73,14 +73,14 @@ def agree_on_groups(
 @final
 @dataclass
 class Replicas:
-    """All replicas, as this rank sees them; made by :meth:`join`.
+    """All replicas, from this rank's point of view; made by :meth:`join`.
 
     Attributes:
-        groups: their ranks.
-        counts: microbatches of each.
-        reduction: sums their gradients; None where there is only one.
-        buffers: this rank's.
-        frozen: this rank's parameters that did not learn when the replicas joined.
+        groups: ranks of each replica.
+        counts: microbatches of each replica.
+        reduction: gradient reduction; None if no parameter is on several ranks.
+        buffers: this rank's shared buffers.
+        frozen: this rank's parameters that were frozen when the replicas joined.
     """
 
     groups: ReplicaGroups
@@ -98,17 +98,17 @@ class Replicas:
     ) -> Replicas:
         """Makes parameters that several ranks hold equal, and connects these ranks.
 
-        With all ranks. The first replica's values are copied.
+        Call it on all ranks. Copies the first replica's values.
 
         Args:
-            groups: the replicas' ranks.
-            parts: this rank's.
-            communicator: all ranks.
-            timeout_s: deadline of each wait.
+            groups: ranks of each replica.
+            parts: this rank's stages and plan.
+            communicator: connections to all ranks.
+            timeout_s: deadline (s) of each wait.
 
         Raises:
-            MismatchError: they hold different models; on every rank.
-            CommunicationError: the ranks did not come together.
+            MismatchError: replicas have different models; on every rank.
+            CommunicationError: the ranks did not connect.
         """
         count = parts.plan.schedule.num_microbatches
         peers = communicator.peers
@@ -144,7 +144,7 @@ class Replicas:
         parts.executor.after_stage = reduction.stage_is_through
         counts = [by_rank[members[0]] for members in groups.ranks]
         for runner in parts.stages.values():
-            # Each replica has its own dropout: that of later microbatches.
+            # Each replica has its own dropout seeds: microbatches are numbered on.
             runner.stage.first_microbatch = sum(counts[: groups.index])
         shared = [
             SharedBuffers(
@@ -161,13 +161,13 @@ class Replicas:
 
     @property
     def copies(self) -> frozenset[int]:
-        """Ids of this rank's parameters that a lower rank holds, too."""
+        """Ids of this rank's parameters that a lower rank also holds."""
         return frozenset() if self.reduction is None else self.reduction.copies
 
     def average_buffers(
         self, communicator: PipelineCommunicator, timeout_s: float
     ) -> None:
-        """Makes buffers that training changed equal; with all ranks.
+        """Averages buffers that training changed; must be called on all ranks.
 
         See `elche.pipeline.replicas.replica_buffers`.
         """
@@ -177,7 +177,7 @@ class Replicas:
                     one.average(communicator.peers, timeout_s)
 
     def late_learner(self) -> str:
-        """Fault of a parameter that began to learn late; "" if there is none."""
+        """Error text for a parameter unfrozen after the join; "" if there is none."""
         for name, one in self.frozen:
             if one.requires_grad:
                 return (
@@ -188,7 +188,7 @@ class Replicas:
         return ""
 
     def losses(self, by_rank: Sequence[list[float]]) -> list[list[float]]:
-        """The losses of each replica's microbatches."""
+        """Losses of each replica's microbatches."""
         return [
             next((by_rank[rank] for rank in members if by_rank[rank]), [])
             for members in self.groups.ranks
@@ -197,7 +197,7 @@ class Replicas:
     def training(
         self, carry_out: Callable[[StepInput], StepResults], shares: ReplicaShares
     ) -> Callable[[StepInput], StepResults]:
-        """Function for this rank's part of a step, reduction included."""
+        """Wraps this rank's part of a step with the gradient reduction."""
         reduction, has_batch = self.reduction, bool(shares.mine)
         if reduction is None:
             return carry_out
@@ -210,7 +210,7 @@ def _agree_on_layers(
     communicator: PipelineCommunicator,
     names: dict[tuple[int, str], str],
 ) -> tuple[list[list[HeldLayer]], list[int]]:
-    """The layers, and the number of microbatches, of each rank."""
+    """Gathers the layers and the number of microbatches of each rank."""
     mine = [
         astuple(_describe(parts, index, layer, names))
         for index, layer in sorted(parts.built.items())
@@ -227,7 +227,7 @@ def _agree_on_layers(
 
 
 def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
-    """The name of the first use of shared parameters, by layer and own name."""
+    """Name of the first use of shared parameters, by layer and own name."""
     layers = parts.given.layers
     names = {}
     for uses in parts.given.ties:
@@ -260,7 +260,7 @@ def _make_equal(
     peers: StagePeers,
     timeout_s: float,
 ) -> None:
-    """Copies what the first replica holds of a unit to the other ranks."""
+    """Copies the first replica's values of a unit to the other ranks."""
     if peers.rank not in unit.ranks:
         return
     source = next(rank for rank in groups.ranks[0] if rank in unit.ranks)

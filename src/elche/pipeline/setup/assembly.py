@@ -32,13 +32,13 @@ class Blueprint:
     """Layers and settings of a pipeline, before placement.
 
     Attributes:
-        layers: of the whole model.
-        loss_fn: of output and target.
-        device: of this rank.
+        layers: layers of the whole model.
+        loss_fn: function of output and target.
+        device: device of this rank.
         config: the settings.
-        ties: parameters in several places of the model, see `LayerList.ties`; listed
-            before layers are built, which takes them apart on the meta device.
-        unsplit: layers whose backward runs whole on this rank.
+        ties: parameters used in several places of the model, see `LayerList.ties`;
+            collected before building, which separates them on the meta device.
+        unsplit: layers whose backward is not split on this rank.
     """
 
     layers: LayerList
@@ -54,10 +54,10 @@ class Parts:
     """Plan, stages and executor of a rank.
 
     Attributes:
-        given: of which it was made.
+        given: blueprint of these parts.
         plan: schedule and partition.
-        stages: this rank's, by index, ascending.
-        executor: runs them.
+        stages: this rank's stages, by index, ascending.
+        executor: executor of the stages.
     """
 
     given: Blueprint
@@ -99,11 +99,11 @@ class Parts:
         )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters under the model's names, each once."""
+        """This rank's parameters under the model's names, each listed once."""
         return named_parameters(self.layers)
 
     def detach(self) -> None:
-        """Takes the guards' hooks off the parameters."""
+        """Removes the guards' hooks from the parameters."""
         for runner in self.stages.values():
             if runner.guard is not None:
                 runner.guard.detach()
@@ -133,10 +133,10 @@ class Parts:
         ]
 
     def is_elsewhere(self, name: str) -> bool:
-        """True if a name of the state may be another rank's.
+        """True if a state's name may belong to another rank.
 
-        Only names of the model's layers tell: other ranks' layers are not built here.
-        Extra state is nobody's. Of a model that was split, all names are known.
+        Only the layer prefixes are known for other ranks, whose layers are not built
+        here. Extra state belongs to no rank. For a split model, all names are known.
         """
         layers = self.given.layers
         if name in layers.state_names or name.endswith(EXTRA_STATE):
@@ -148,7 +148,7 @@ class Parts:
         )
 
     def order_of(self, name: str) -> tuple[int, str]:
-        """Sorts the model's names by layer."""
+        """Sort key of the model's names, by layer."""
         for index, prefix in enumerate(self.given.layers.names):
             if name == prefix or name.startswith(f"{prefix}."):
                 return index, ""
@@ -156,7 +156,7 @@ class Parts:
 
 
 def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> Parts:
-    """Builds this rank's layers and puts them together for a plan.
+    """Builds this rank's layers, stages and executor for a plan.
 
     Raises:
         ConfigError: a layer cannot be built.
@@ -190,11 +190,11 @@ def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> 
 
 
 def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
-    """Seed of initialisation and dropout; None: torch's generators as they are.
+    """Seed of initialisation and dropout; None keeps torch's generators.
 
-    Several ranks never do that: after one manual_seed in the script, equal layers on
-    two of them would begin alike and share their masks, and a loader would shuffle
-    differently on the rank of the batch and on that of the target.
+    Several ranks always need a seed. Otherwise, after one manual_seed in the script,
+    equal layers on two ranks would start equal and share dropout masks, and loaders
+    would shuffle differently on the ranks of the batch and of the target.
     """
     if given.config.seed is None and plan.schedule.num_ranks > 1:
         return torch.initial_seed()

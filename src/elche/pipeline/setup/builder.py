@@ -34,14 +34,14 @@ class PipelineBuilder:
     """Builds a pipeline's stages, together with all ranks.
 
     Args:
-        model: see `elche.pipeline.Pipeline`, as the others.
+        model: see `elche.pipeline.Pipeline`, as for the following arguments.
         loss_fn: see there.
         micro_batches: see there.
         schedule: see there.
         devices: see there.
         split: see there.
-        config: the settings as one value...
-        options: ...or single ones.
+        config: the settings as one object...
+        options: ...or as single options.
 
     Raises:
         ConfigError: a setting is wrong, here or on another rank.
@@ -69,18 +69,18 @@ class PipelineBuilder:
             raise
 
     def build(self) -> Stepping:
-        """This rank's stages, ready for steps.
+        """Builds this rank's stages, ready for steps.
 
         Raises:
             ConfigError: an argument is wrong, here or on another rank.
             MismatchError: ranks disagree.
-            CommunicationError: the ranks did not come together.
+            CommunicationError: the ranks did not connect.
         """
         place, config, peers = self._placement, self._config, None
         if place.world_size > 1:
             peers = StagePeers.join(place, config.timeout_s)
         ranks = PipelineCommunicator(place.rank, peers, config.timeout_s)
-        # A rank that fails ends the run for the others, too.
+        # A rank that fails also ends the run for the others.
         with ranks.ending_on_failure():
             groups = agree_on_groups(config.replicas, place, ranks)
             told: list[Any] = []
@@ -91,7 +91,7 @@ class PipelineBuilder:
 
     @cached_property
     def _layers(self) -> LayerList:
-        """The model's layers; cutting it takes seconds, so only once."""
+        """The model's layers; cached, because cutting takes seconds."""
         points, sample = self._config.split_points, self._config.sample
         return layers_of(self._model, self._split, points, sample)
 

@@ -1,4 +1,4 @@
-"""The model's layers, and construction of those of this rank's stages alone."""
+"""The model's layers, and construction of this rank's layers only."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Split = Callable[[Any], Sequence[nn.Module]]
 @final
 @dataclass(frozen=True)
 class LayerList:
-    """The layers of a model in order, built or not.
+    """Layers of a model in order, built or not.
 
     Attributes:
         names: prefix of each layer's parameters in the model.
-        sources: the modules, or what makes them.
+        sources: the modules, or their factories.
         unpacks: see `elche.pipeline.stage.Stage`.
-        aliases: the model's names of a layer's parameters and buffers, where they are
-            not prefix and own name.
-        state_names: of a model that was split: every name of its state_dict, with all
-            names of the same tensor.
-        cut_cached: of a model that was cut and takes a cache of keys and values: makes
-            the same layers anew, which take `cache=`; of the model's own modules.
+        aliases: the model's names of a layer's parameters and buffers that differ from
+            prefix and own name.
+        state_names: for a split model: every name of its state_dict, with all names of
+            the same tensor.
+        cut_cached: for a cut model that accepts a cache of keys and values: makes its
+            layers again, with `cache=`, from the model's own modules.
     """
 
     names: tuple[str, ...]
@@ -54,14 +54,14 @@ class LayerList:
         return aliases.get(own, f"{prefix}.{own}" if prefix else own)
 
     def describe(self) -> list[str]:
-        """Names, types and shapes of what is built, which must agree between ranks."""
+        """Names, types and shapes of built layers, which must agree between ranks."""
         return [
             f"{name} ({_described(source)})"
             for name, source in zip(self.names, self.sources, strict=True)
         ]
 
     def ties(self) -> list[list[tuple[int, str]]]:
-        """Parameters that stand in several places: (layer, own name) of each use."""
+        """Parameters used in several places: (layer, own name) of each use."""
         uses: dict[int, list[tuple[int, str]]] = {}
         for index, source in enumerate(self.sources):
             if isinstance(source, nn.Module):
@@ -79,18 +79,18 @@ class LayerList:
         """Builds layers on a device.
 
         Args:
-            indices: which ones.
-            device: where.
-            seed: makes every layer the same wherever it is built; torch's generators
-                are then left as they were.
+            indices: indices of the layers.
+            device: target device.
+            seed: makes every layer independent of where it is built; torch's generators
+                are restored afterwards.
             init: initialises a layer that was on the meta device.
 
         Raises:
-            ConfigError: a factory makes no module, or a meta layer has no
+            ConfigError: a factory does not make a module, or a meta layer has no
                 initialisation.
         """
         devices = [device] if device.type == "cuda" else []
-        # Afterwards every rank's script draws the same again, whatever it built.
+        # Afterwards every rank's script draws the same numbers, whatever it built.
         with torch.random.fork_rng(devices, enabled=seed is not None):
             return [self._build(index, device, seed, init) for index in indices]
 
@@ -116,9 +116,9 @@ class LayerList:
 def join_ties(
     ties: Sequence[Sequence[tuple[int, str]]], built: Mapping[int, Layer]
 ) -> None:
-    """Makes shared parameters one again where a rank has several of their uses.
+    """Joins shared parameters again if a rank has several of their uses.
 
-    Building from the meta device takes them apart.
+    Building from the meta device separates them.
 
     Args:
         ties: see `LayerList.ties`.
@@ -141,18 +141,18 @@ def layers_of(
     points: SplitPoints | None = None,
     sample: Any = None,
 ) -> LayerList:
-    """Reads what the user gave as a model.
+    """Converts the user's model into layers.
 
     Args:
         model: an nn.Sequential, a list of modules or factories of modules, or any
             module with `split` or a sample.
-        split: given the module, returns its layers in the order in which they run; they
-            are modules of it, or new ones that hold its parameters.
-        points: where to cut a module instead.
-        sample: one microbatch of its input, to cut it with.
+        split: function from the module to its layers in execution order; they are
+            modules of it, or new modules that hold its parameters.
+        points: split points, instead of `split`.
+        sample: one microbatch of the input, to trace the module.
 
     Raises:
-        ConfigError: it is none of these, or layers and model do not match.
+        ConfigError: the model is of another type, or layers and model do not match.
     """
     if points is not None and (split is not None or not isinstance(model, nn.Module)):
         raise ConfigError(
@@ -162,7 +162,7 @@ def layers_of(
     is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
     again: Callable[[], Sequence[nn.Module]] | None = None
     if points is not None or (split is None and is_plain):
-        # Brings sympy, which nobody else needs.
+        # Imports sympy, which no other path needs.
         from elche.pipeline.cutting.caching import has_cache
         from elche.pipeline.cutting.segments import cut_cached, cut_model
 
@@ -203,11 +203,11 @@ def _listed(model: Any, split: Split | None) -> LayerList:
 
 
 def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
-    """The layers that `split` made of a model; they must hold the same as the model.
+    """Layers that `split` made of a model, checked against the model's tensors.
 
     Raises:
-        ConfigError: one is no module, or holds what the model has not, or none holds
-            what the model has.
+        ConfigError: a layer is not a module, or holds a tensor that the model has not,
+            or a tensor of the model is in no layer.
     """
     prefixes = {id(one): name for name, one in model.named_modules()}
     originals: dict[int, str] = {}
@@ -279,7 +279,7 @@ def _made(factory: Callable[[], Any], index: int, device: torch.device) -> nn.Mo
 
 
 def _check_layer(module: nn.Module, index: int | None) -> None:
-    """Refuses what torch shards, reduces or steps by itself, and lazy modules.
+    """Rejects modules that torch shards, reduces or steps itself, and lazy modules.
 
     A stage's first batch comes long after its optimizer.
 

@@ -1,7 +1,7 @@
-"""The plan from all ranks' measured layers.
+"""Plan from the layer times measured on all ranks.
 
-The ranks exchange what they found, and each makes the same partition and schedule of it
-(`elche.schedule.planning.planner`).
+The ranks exchange their measurements, and each computes the same partition and schedule
+from them (`elche.schedule.planning.planner`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USABLE_SHARE = 0.9
 
 
 def check_measuring(schedule: str | Schedule, config: PipelineConfig) -> None:
-    """Raises unless a plan can be made of measured times.
+    """Raises unless settings allow a plan from measured times.
 
     Raises:
         ConfigError: there is no sample, or the plan is given already.
@@ -67,14 +67,14 @@ def memory_limit(
 ) -> float:
     """Bytes for parameters, their state and activations on this rank.
 
-    Layers that stand on the device already count as free: they are part of the plan.
+    Layers already on the device count as free memory: they are part of the plan.
 
     Returns:
-        What the settings give; else a share of what a CUDA device has free; infinite on
-        the CPU, whose memory ranks and other programs share, and which can be swapped.
+        The limit in the settings; else a fraction of a CUDA device's free memory.
+        Infinite on the CPU, whose memory is shared and can be swapped.
 
     Raises:
-        ConfigError: the settings do not give one for each rank.
+        ConfigError: the settings do not have one limit per rank.
     """
     if config.memory_bytes is not None:
         if len(config.memory_bytes) != placement.world_size:
@@ -104,13 +104,13 @@ def plan_measured(
     micro_batches: int,
     config: PipelineConfig,
 ) -> tuple[Schedule, PipelineConfig]:
-    """The plan for what all ranks have measured; the same on every rank.
+    """Plan for the measurements of all ranks; the same on every rank.
 
     Args:
-        by_rank: of each rank, its layers.
-        limits: of each rank, bytes for parameters, their state and activations.
-        schedule: a name.
-        micro_batches: of one step.
+        by_rank: measurements of the layers, per rank.
+        limits: bytes per rank for parameters, their state and activations.
+        schedule: name of the schedule.
+        micro_batches: microbatches per step.
         config: the other settings.
 
     Returns:
@@ -155,7 +155,7 @@ def plan_measured(
         memory=tuple(chosen.costs.memory[rank] for rank in by_device),
     )
     sizes = chosen.partition.sizes
-    # The limits are those of the costs now.
+    # The costs contain the limits now.
     return made, replace(config, partition=sizes, costs=costs, memory_bytes=None)
 
 

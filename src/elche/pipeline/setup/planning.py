@@ -22,8 +22,8 @@ class PipelinePlan:
     """Schedule, partition and placement of a pipeline.
 
     Attributes:
-        schedule: lowered, deadlock-free.
-        partition: layers of each stage.
+        schedule: lowered, deadlock-free schedule.
+        partition: number of layers of each stage.
     """
 
     schedule: Schedule
@@ -42,17 +42,17 @@ def make_plan(
     num_layers: int,
     config: PipelineConfig,
 ) -> PipelinePlan:
-    """Resolves names and defaults.
+    """Resolves names and defaults into a plan.
 
     Args:
         schedule: a name, the path of a CSV file, or a schedule.
-        micro_batches: of one step.
-        num_ranks: ranks of the pipeline.
-        num_layers: layers of the model.
+        micro_batches: microbatches per step.
+        num_ranks: number of ranks of the pipeline.
+        num_layers: number of layers of the model.
         config: further settings.
 
     Raises:
-        ConfigError: schedule, ranks, layers and microbatches do not go together, or
+        ConfigError: schedule, ranks, layers and microbatches do not match, or
             the schedule deadlocks.
     """
     check_asked(schedule, micro_batches)
@@ -78,7 +78,7 @@ def make_plan(
 
 
 def check_asked(schedule: object, micro_batches: object) -> None:
-    """Raises unless a plan can be made for these.
+    """Checks the types of schedule and microbatches.
 
     Raises:
         ConfigError: there are no microbatches, or the schedule is of another type.

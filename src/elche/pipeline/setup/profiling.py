@@ -1,10 +1,10 @@
 """Measured layer times on this rank's device.
 
 A layer is timed as it will run: through
-`elche.pipeline.split_backward.backward.StageBackward`, with its weight gradients put
-off, and whole. Where they cannot be put off, or where that costs too much, it runs its
-backward whole, and the plan (`elche.pipeline.setup.measured_plan`) gets all of it as I,
-with no W.
+`elche.pipeline.split_backward.backward.StageBackward`, with deferred weight gradients,
+and unsplit. If its weight gradients cannot be deferred, or deferral costs too much, its
+backward runs unsplit. The plan (`elche.pipeline.setup.measured_plan`) then counts all
+of it as I, without W.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ from elche.pipeline.trees import as_plain, as_tensors, flatten, unflatten
 
 WARM_RUNS = 1
 UNDER_WAY = 4
-"""Microbatches at a time."""
+"""Number of microbatches in flight while a layer is timed."""
 MOST_TURNS = 4
 TURNS_BYTES = 64 * 2**20
-"""A layer is timed in turn with copies of itself, as many as this holds of them.
+"""Most parameter bytes of a layer and its copies that are timed in turn.
 
-In a step the other layers of the stage have been at the caches since; parameters that
-are larger have none of them in the caches anyway.
+In a step, the other layers of the stage evict a layer's parameters from the caches.
+Larger parameters do not stay in the caches anyway.
 """
 RUNS = 3
 _LEAST_S = 1e-9
 MOST_SPLIT_COST = 1.05
-"""A layer whose F, I and W take longer than so many times its F and B is not split."""
+"""Largest ratio of F + I + W to F + B at which a layer is still split."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMeasurement:
-    """One layer on one device, for one microbatch.
+    """Measurements of one layer on one device, for one microbatch.
 
     Attributes:
         forward_s: median time of F.
-        input_gradient_s: of I.
-        weight_gradient_s: of W; 0 where the layer is not split, and I is all of it.
-        backward_s: of B, the whole backward at once.
-        activation_bytes: that forward keeps for backward, its parameters left out.
-        output_bytes: of the message to the next layer.
-        parameter_bytes: of its parameters.
-        message_s: time to write its output for another rank of this host, or to read
-            it; 0 where messages do not go through memory.
+        input_gradient_s: median time of I.
+        weight_gradient_s: median time of W; 0 for an unsplit layer, whose I is all of
+            B.
+        backward_s: median time of B, the whole backward at once.
+        activation_bytes: bytes that forward keeps for backward, without parameters.
+        output_bytes: size of the message to the next layer.
+        parameter_bytes: size of the parameters.
+        message_s: time to write the output for another rank on this host, or to read
+            it; 0 if messages do not use shared memory.
     """
 
     forward_s: float
@@ -76,14 +77,14 @@ def profile_layers(
 ) -> list[LayerMeasurement]:
     """Times forward, input gradient and weight gradient of each layer.
 
-    Layers are copied, or built from their factories, one at a time: neither modules nor
-    torch's random numbers change, and no more than one layer is on the device, or a few
-    copies of a small one.
+    Layers are copied, or built from their factories, one at a time. Neither modules nor
+    torch's random numbers change, and the device never holds more than one layer, or a
+    few copies of a small one.
 
     Args:
-        layers: of the model.
+        layers: layers of the model.
         sample: one microbatch of the first layer's input.
-        device: where to measure.
+        device: device to measure on.
 
     Raises:
         ConfigError: a layer cannot be built, or returns no tensor.
@@ -103,7 +104,7 @@ def profile_layers(
 
 
 def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
-    """A layer of its own to measure; the values of a meta layer do not matter."""
+    """Separate copy of a layer to measure; a meta layer is filled with zeros."""
     source = layers.sources[index]
     if isinstance(source, nn.Module):
         held = (*source.parameters(), *source.buffers())
@@ -118,7 +119,7 @@ def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
 
 
 def _turns(layers: LayerList, index: int, device: torch.device) -> list[Layer]:
-    """A layer to measure, and copies of it to be run between."""
+    """A layer to measure, and copies of it to run in between."""
     layer = _copy_of(layers, index, device)
     size_bytes = max(1, sum(one.nbytes for one in layer.module.parameters()))
     turns = min(MOST_TURNS, len(layers), max(1, TURNS_BYTES // size_bytes))
@@ -155,7 +156,7 @@ def _measure(
     times = [max(_LEAST_S, median(column)) for column in columns]
     forward_s, input_s, weight_s, _, whole_s, *backward, message_s = times
     backward_s = sum(backward)
-    # Whatever else the machine does only adds to a time.
+    # Other load on the machine only adds to a time, so compare minima.
     least = [max(_LEAST_S, min(column)) for column in columns]
     split_cost = sum(least[:3]) / sum(least[4:7])
     is_put_off = split[0].deferred > 0 and split_cost <= MOST_SPLIT_COST
@@ -182,11 +183,11 @@ def _measure(
 def _timed(
     turns: Sequence[StageBackward], given: Message, device: torch.device, loop: _Loop
 ) -> tuple[float, float, float, float]:
-    """Seconds of F, I, W and a message's end, with others under way as in a step.
+    """Mean seconds of F, I, W and one end of a message, with others in flight.
 
-    So activations have left the caches when their backward pass comes, each forward
-    pass takes memory that the last one has not given back, and other layers have run
-    since a layer's parameters were read.
+    As in a step, activations have left the caches before their backward, each forward
+    allocates new memory, and other layers have run since a layer's parameters were
+    read.
     """
     for runner in turns:
         runner.begin_step()
@@ -220,10 +221,10 @@ def _timed(
 
 @final
 class _Loop:
-    """A way for messages through memory from this rank to itself.
+    """Message path through shared memory from this rank to itself.
 
     Args:
-        device: whose messages; only those of the CPU take it.
+        device: device of the messages; only CPU messages use the path.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -236,11 +237,11 @@ class _Loop:
 
     @property
     def is_open(self) -> bool:
-        """True if there is one."""
+        """True if the path exists."""
         return self._incoming is not None
 
     def pass_s(self, message: Message) -> float:
-        """Time of a message at each of its ends, half of what both take."""
+        """Time of a message at each of its ends: half of the total."""
         if self._outgoing is None or self._incoming is None:
             return 0.0
         begin_s = time.perf_counter()
@@ -250,14 +251,14 @@ class _Loop:
         return (time.perf_counter() - begin_s) / 2
 
     def close(self) -> None:
-        """Gives the memory up."""
+        """Releases the memory."""
         for line in (self._outgoing, self._incoming):
             if line is not None:
                 line.close()
 
 
 def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:
-    """Bytes of all that forward saves, each piece of memory once."""
+    """Bytes that forward saves, each storage counted once."""
     own = {
         one.untyped_storage().data_ptr()
         for one in (*layer.module.parameters(), *layer.module.buffers())
@@ -271,7 +272,7 @@ def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # Copies, which a layer may change in place.
+        # Clones, which a layer may change in place.
         inputs = [
             one.detach().requires_grad_(needed).clone()
             for one, needed in zip(given.tensors, given.needs_grad, strict=True)

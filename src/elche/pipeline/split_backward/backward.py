@@ -1,10 +1,10 @@
 """Forward, input gradient and weight gradient of a stage.
 
 The input gradient (I) is an ordinary backward through the stage's graph, in which known
-modules of torch put their weight gradients off
-(`elche.pipeline.split_backward.split_modules`); the weight gradient (W) computes those.
-What cannot be put off is done in I, so I and W together do the work of one full
-backward, once.
+modules of torch defer their weight gradients
+(`elche.pipeline.split_backward.split_modules`). The weight gradient (W) computes these.
+Gradients that cannot be deferred are computed in I. I and W together do the work of one
+full backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elche.pipeline.trees import flatten, unflatten
 
 @dataclass
 class _Flight:
-    """A microbatch between its forward and its last weight gradient."""
+    """A microbatch's state between its forward and its last weight gradient."""
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -41,8 +41,8 @@ class StageBackward:
 
     Args:
         stage: the stage.
-        guard: checks the contributions; None to do without.
-        splits: whether weight gradients may be deferred at all.
+        guard: checks the gradient contributions; None disables the check.
+        splits: whether weight gradients may be deferred.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class StageBackward:
 
     @property
     def deferred(self) -> int:
-        """Number of weight gradients that were put off so far."""
+        """Number of weight gradients deferred so far."""
         return self._store.computed
 
     def unsplit(self) -> list[str]:
-        """Names and types of the modules whose weight gradients are not put off."""
+        """Names and types of the modules whose weight gradients are not deferred."""
         if not self._splits:
             return []
         self._modules.begin_step()
         return self._modules.unsplit(self.stage.named_modules())
 
     def begin_step(self) -> None:
-        """Forgets what a failed step has left."""
+        """Resets the state, including that of a failed step."""
         self._flights.clear()
         self._store.discard()
         if self.guard is not None:
@@ -79,10 +79,10 @@ class StageBackward:
             self._modules.begin_step()
 
     def end_step(self) -> None:
-        """Checks that every microbatch is through.
+        """Checks that every microbatch is complete.
 
         Raises:
-            ProtocolError: the schedule left one in the middle.
+            ProtocolError: the schedule left a microbatch incomplete.
             ContributionError: weight gradients were never computed.
         """
         if self.guard is not None:
@@ -103,16 +103,16 @@ class StageBackward:
         """Runs forward under autograd.
 
         Args:
-            microbatch: which one.
-            given: the input.
-            keywords: for the layers.
-            is_split: whether W will run apart from I.
+            microbatch: index of the microbatch.
+            given: the input message.
+            keywords: arguments for the layers.
+            is_split: whether W runs separately from I.
 
         Returns:
-            What the last layer returns, for :meth:`keep`.
+            Output of the last layer, for :meth:`keep`.
 
         Raises:
-            ConfigError: the stage changes its input in place unannounced.
+            ConfigError: the stage changes its input in place without declaring it.
         """
         inputs = [
             tensor.detach().requires_grad_(needed)
@@ -139,10 +139,10 @@ class StageBackward:
             ) from error
 
     def keep(self, microbatch: int, value: Any) -> Message:
-        """Keeps a forward's outputs for backward; returns the message to pass on.
+        """Keeps a forward's outputs for backward; returns the next stage's message.
 
         Raises:
-            ConfigError: there is no tensor among them.
+            ConfigError: the output contains no tensor.
         """
         where = f"the output of stage {self.stage.index}"
         tensors, structure = flatten(value, where)
@@ -161,11 +161,11 @@ class StageBackward:
         """Computes the gradients of the inputs; see the module.
 
         Args:
-            microbatch: which one.
-            gradients: one per output that requires a gradient; None counts as zero.
+            microbatch: index of the microbatch.
+            gradients: one gradient per output that requires one; None counts as zero.
 
         Returns:
-            One per input that requires a gradient; None for zero.
+            One gradient per input that requires one; None for zero.
 
         Raises:
             ContributionError: a parameter's gradient is lost.
@@ -187,7 +187,7 @@ class StageBackward:
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """Computes the weight gradients that were put off.
+        """Computes the deferred weight gradients of a microbatch.
 
         Raises:
             ContributionError: a parameter's gradient is lost.
@@ -243,7 +243,7 @@ class StageBackward:
             self.guard.after_backward(microbatch, roots, waiting)
 
     def _deferring(self, flight: _Flight) -> contextlib.AbstractContextManager[None]:
-        """The modules put their weight gradients off, if the microbatch is split."""
+        """Context in which modules defer weight gradients of a split microbatch."""
         if flight.is_split:
             return self._modules.installed()
         return contextlib.nullcontext()

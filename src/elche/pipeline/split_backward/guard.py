@@ -1,11 +1,11 @@
 """Guard: each parameter gets its gradient once per microbatch, or the step fails.
 
-For every microbatch of a stage it knows which parameters got a contribution: their
-``grad`` has changed, or waits for W. A parameter that got none is looked for in the
-graph of that microbatch: if the stage's outputs depend on it, its gradient is lost, and
-that is an error. One that no output depends on (an expert without tokens, say), or that
-autograd came to without a gradient (a function's backward returned None), is as it is
-in one process. The graph is walked only where a parameter is missing.
+For every microbatch of a stage the guard tracks which parameters received a
+contribution: their ``grad`` has changed, or is deferred to W. A parameter without one
+is searched in the microbatch's graph. If the stage's outputs depend on it, its gradient
+is lost, which is an error. It is no error without such a dependency (an expert without
+tokens), or if autograd reached it without a gradient (a backward returned None). The
+graph is only walked if a parameter is missing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from elche.torch_internals.held import accumulated_hooks, version
 
 
 class _Came(list[torch.Tensor]):
-    """Parameters that autograd has been to; its ``append`` is the hook, and C."""
+    """Parameters that autograd has reached; its ``append`` is the hook (no Python)."""
 
-    only_counts = True  # so that the hook does not keep a gradient from being deferred
+    only_counts = True  # so that this hook does not prevent deferral
 
 
 @final
@@ -33,7 +33,7 @@ class ContributionGuard:
 
     Args:
         stage: index of the stage, for messages.
-        parameters: its parameters by name, those that learn.
+        parameters: the stage's trainable parameters by name.
         schedule: name of the schedule, for messages.
     """
 
@@ -57,29 +57,29 @@ class ContributionGuard:
             handle.remove()
 
     def begin_step(self) -> None:
-        """Begins to count; forgets a step that was given up."""
+        """Resets the counts, including those of an abandoned step."""
         self._owed.clear()
         self._changed()
 
     def begin_backward(self) -> None:
-        """Forgets what autograd did outside of a stage's backward."""
+        """Discards hook calls from outside of a stage's backward."""
         self._came.clear()
 
     def after_backward(
         self, microbatch: int, roots: Sequence[Any], deferred: Iterable[torch.Tensor]
     ) -> None:
-        """Checks a microbatch whose backward has run, weight gradients perhaps not.
+        """Checks a microbatch after its backward; weight gradients may be deferred.
 
         Args:
-            microbatch: which one.
-            roots: nodes of the outputs in autograd's graph.
-            deferred: weights and biases whose gradient is still to be computed.
+            microbatch: index of the microbatch.
+            roots: autograd nodes of the outputs.
+            deferred: weights and biases whose gradient is deferred.
 
         Raises:
-            ContributionError: a parameter got none though an output depends on it, or
-                more than one.
+            ContributionError: a parameter got no gradient though an output depends on
+                it, or more than one.
         """
-        # A hook also comes where autograd had no gradient to accumulate.
+        # The hook also runs if autograd had no gradient to accumulate.
         came = Counter(id(one) for one in self._came)
         twice = [key for key, count in came.items() if count > 1]
         if twice and not _runs_backward_inside(roots):
@@ -88,7 +88,7 @@ class ContributionGuard:
         missing = {
             key
             for key in self._parameters.keys() - self._changed() - owed
-            # Whose gradient a user's hook may have taken away.
+            # Their gradient may have been removed by a user's hook.
             if not (key in came and has_user_hooks(self._parameters[key]))
         }
         lost = missing and missing & _owing(roots, came)
@@ -97,7 +97,7 @@ class ContributionGuard:
         self._owed[microbatch] = owed
 
     def after_own_input(self, microbatch: int) -> None:
-        """Records weight gradients that a user's own backward has still to compute."""
+        """Records the weight gradients left to a user's own split backward."""
         self._owed[microbatch] = self._parameters.keys() - self._changed()
 
     def after_weight(self, microbatch: int) -> None:
@@ -141,7 +141,7 @@ class ContributionGuard:
 
 
 def has_user_hooks(parameter: torch.Tensor) -> bool:
-    """True if somebody else gets a parameter's gradient when it has come."""
+    """True if other hooks than ours receive a parameter's gradient."""
     hooks = (accumulated_hooks(parameter) or {}).values()
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return not all(getattr(owner, "only_counts", False) for owner in owners)
@@ -164,10 +164,10 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _owing(roots: Sequence[Any], came: Iterable[int]) -> set[int]:
-    """Ids of the parameters that the graph must bring a gradient for.
+    """Ids of the parameters that must receive a gradient from the graph.
 
-    Not of those that autograd came to, without one, unless a node says that it has put
-    one off (`elche.pipeline.split_backward.weight_gradients`).
+    Excludes parameters that autograd reached without a gradient, unless a node has
+    deferred it (`elche.pipeline.split_backward.weight_gradients`).
     """
     nodes = _nodes(roots)
     found = _variables(nodes).difference(came)
@@ -177,12 +177,12 @@ def _owing(roots: Sequence[Any], came: Iterable[int]) -> set[int]:
 
 
 def _variables(nodes: Iterable[Any]) -> set[int]:
-    """Ids of the parameters that nodes accumulate gradients of."""
+    """Ids of the parameters whose gradients the nodes accumulate."""
     return {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 
 def _runs_backward_inside(roots: Sequence[Any]) -> bool:
-    """True if reentrant checkpointing is among the nodes."""
+    """True if the graph contains reentrant checkpointing."""
     return any("CheckpointFunction" in node.name() for node in _nodes(roots))
 
 

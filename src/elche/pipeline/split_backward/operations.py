@@ -1,7 +1,7 @@
-"""Operations of an activation with a weight whose weight gradient can come later.
+"""Operations of an activation with a weight whose weight gradient can be deferred.
 
-Each is linear in the weight: its gradient needs the input and the gradient of the
-output, and nothing else. Formulas are those of autograd's own nodes.
+Each is linear in the weight: its gradient only needs the input and the gradient of the
+output. The formulas are those of autograd's own nodes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ class WeightOperation:
     """A function of an activation and a weight, linear in each.
 
     Attributes:
-        forward: of the activation, the weight, and the bias or None.
-        input_gradient: of the output's gradient, the activation and the weight.
-        weight_gradient: of the output's gradient, the activation and the weight's
-            shape; or two matrices of which it is the product.
-        bias_gradient: of the output's gradient.
-        takes_rows: activation and output are matrices; other dimensions are flattened.
+        forward: function of the activation, the weight, and the bias or None.
+        input_gradient: function of the output's gradient, the activation and the
+            weight.
+        weight_gradient: function of the output's gradient, the activation and the
+            weight's shape; may return two matrices instead of their product.
+        bias_gradient: function of the output's gradient.
+        takes_rows: whether activation and output are matrices, with dimensions
+            flattened.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -83,7 +85,7 @@ def convolution(*settings: Any) -> WeightOperation:
     def weight_gradient(
         grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        # Only its shape is read; zero strides keep it from taking memory.
+        # Only its shape is read; zero strides avoid an allocation.
         weight = grad.new_zeros(1).expand(shape)
         wanted = (False, True, False)
         made: torch.Tensor = gradients(grad, x, weight, None, *settings, wanted)[1]

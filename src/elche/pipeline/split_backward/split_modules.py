@@ -1,10 +1,10 @@
 """Modules of torch whose weight gradients are deferred while their stage runs.
 
 A module is split if it is exactly of a known type with torch's own forward, and holds
-its weights as plain parameters without hooks of a user; its forward is exchanged
-meanwhile. Of all else (recurrent layers, norms, parametrized, pruned or compiled
-modules, functions of weights outside of modules) autograd computes the weight gradients
-with the input gradient.
+its weights as plain parameters without user hooks. Its forward is then replaced for the
+duration of the stage's run. For everything else (recurrent layers, norms, parametrized,
+pruned or compiled modules, functions of weights outside of modules) autograd computes
+the weight gradients with the input gradient.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from elche.torch_internals.held import held_parameters, hooks_seen_by
 from elche.torch_internals.passes import attention_with, is_compiled
 
 _Output: TypeAlias = torch.Tensor | None
-"""Output of a forward that defers; None where it cannot."""
+"""Output of a deferring forward; None if it cannot defer."""
 _Place: TypeAlias = tuple[dict[str, Any], str]
-"""The parameters of a module, and a name among them."""
+"""The parameter dict of a module, and a name in it."""
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 """A linear layer with a transposed weight, in GPT-2."""
@@ -113,7 +113,7 @@ _KNOWN: dict[type[nn.Module], tuple[Callable[..., _Output], Sequence[str]]] = {
         ["linear", "multi_head_attention_forward", "scaled_dot_product_attention"],
     ),
 }
-"""Deferring forward of a type, and functions of torch that its own forward calls."""
+"""Deferring forward of each type, and the torch functions that its forward calls."""
 
 
 def _code_of(kind: type[nn.Module]) -> list[Any]:
@@ -124,7 +124,7 @@ _CODE = {kind: _code_of(kind) for kind in _KNOWN}
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., _Output] | None:
-    """The deferring forward of a type; None of another one, and where it is patched."""
+    """Deferring forward of a type; None if the type is unknown or patched."""
     if kind in _KNOWN:
         return _KNOWN[kind][0] if _code_of(kind) == _CODE[kind] else None
     return _conv1d if f"{kind.__module__}.{kind.__qualname__}" == _CONV1D else None
@@ -132,15 +132,15 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., _Output] | None:
 
 @final
 class _Split:
-    """The forward of a module that is split; `types.MethodType` binds it.
+    """Replacement forward of a split module; `types.MethodType` binds it.
 
     Args:
-        module: the module. A copy that is made of it meanwhile runs its plain forward.
-        forward: for modules of its type.
+        module: the module. A copy made meanwhile runs its plain forward.
+        forward: deferring forward of its type.
         weights: its parameters by their places.
     """
 
-    __name__ = "forward"  # what a pickled copy of the module looks for
+    __name__ = "forward"  # looked up by a pickled copy of the module
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Split:
         self._weights = weights
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Defers if the module has the weights and the code that were found in it."""
+        """Defers if the module's weights and code are unchanged since `begin_step`."""
         is_found = module is self.module and _forward_of(type(module)) is not None
         if is_found and all(
             held.get(name) is one for (held, name), one in self._weights
@@ -166,11 +166,11 @@ class _Split:
 
 @final
 class SplitModules:
-    """The modules of a stage that are split.
+    """Split modules of a stage.
 
     Args:
-        modules: those, and all inside of them, that may be.
-        store: where weight gradients wait.
+        modules: modules that may be split, with all their submodules.
+        store: store of the deferred weight gradients.
     """
 
     def __init__(self, modules: Sequence[nn.Module], store: WeightGradients) -> None:
@@ -181,7 +181,7 @@ class SplitModules:
         self._hooked: set[int] = set()
 
     def begin_step(self) -> None:
-        """Finds the modules anew: they may have been changed since."""
+        """Searches the modules again, since they may have changed."""
         self._split = []
         found = {id(one): one for top in self._modules for one in top.modules()}
         for module in [one for one in found.values() if is_compiled(one)]:
@@ -206,7 +206,7 @@ class SplitModules:
         ]
 
     def unsplit(self, named: Mapping[str, nn.Module]) -> list[str]:
-        """Names and types of the modules with learning matrices that are not split."""
+        """Names and types of modules with trainable matrices that are not split."""
         split = {id(one.module) for one in self._split}
         split |= {id(getattr(one.module, "out_proj", None)) for one in self._split}
         return [
@@ -221,7 +221,7 @@ class SplitModules:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The modules defer meanwhile."""
+        """Context in which the modules defer their weight gradients."""
         bound = [
             (vars(one.module), types.MethodType(one, one.module)) for one in self._split
         ]
@@ -238,8 +238,8 @@ class SplitModules:
 def _weights_of(module: nn.Module) -> list[tuple[_Place, Any]]:
     """A module's parameters by their places; empty if it is not split.
 
-    Some learn, and nobody notices that autograd does not see their gradients: hooks of
-    a user would, those of an object that says ``only_counts`` do not matter.
+    A parameter must be trainable, and no user hook may depend on its autograd gradient.
+    Hooks of objects with ``only_counts`` are ignored.
     """
     held = held_parameters(module)
     names = ["weight"] if isinstance(module, nn.Embedding) else ["weight", "bias"]
@@ -267,17 +267,18 @@ def _weights_of(module: nn.Module) -> list[tuple[_Place, Any]]:
 
 
 def _hooks_made() -> object:
-    """Another value whenever a hook has been put on a tensor or a node since.
+    """A value that changes whenever a hook is registered on a tensor or a node.
 
-    torch numbers the handles of all hooks; where it does not, nobody can be sure.
+    torch numbers the handles of all hooks; without that number every call returns a new
+    value.
     """
     return getattr(RemovableHandle, "next_id", None) or object()
 
 
 def _hooked(parameter: nn.Parameter) -> bool:
-    """True if a user has put hooks on a parameter, or where autograd accumulates.
+    """True if a user has hooks on a parameter, or on its accumulation node.
 
-    torch shows them only to who registers another one; it takes some microseconds.
+    torch only shows hooks to code that registers another one, which takes microseconds.
     """
     if not parameter.requires_grad:
         return False

@@ -1,10 +1,10 @@
 """Deferred weight gradients of a stage.
 
-:func:`defer` runs an operation as one node of autograd's graph, whose backward computes
-the gradient of the activation and keeps what the gradient of the weight needs. The idea
-is that of zero-bubble pipelines (Qi et al., ICLR 2024). A weight gradient is added
-straight to ``weight.grad`` in one product, where autograd makes the product first and
-adds it then.
+:func:`defer` runs an operation as one autograd node, whose backward computes the
+gradient of the activation and keeps the inputs of the weight's gradient. The idea is
+that of zero-bubble pipelines (Qi et al., ICLR 2024). A weight gradient is added to
+``weight.grad`` in one fused product, where autograd computes the product first and then
+adds it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _Views: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Site(NamedTuple):
-    """One use of a weight, with all that its gradient needs.
+    """One use of a weight, with all inputs of its gradient.
 
     Attributes:
-        operation: the computation.
+        operation: the operation.
         weight: the parameter, or a view of it.
-        bias: likewise; None where there is none that learns.
+        bias: the bias or a view of it; None without a trainable bias.
         x: the input.
-        version: of the input's memory when the gradient of the output came.
+        version: version of the input's memory when the output's gradient arrived.
         grad: the gradient of the output.
     """
 
@@ -44,13 +44,13 @@ class Site(NamedTuple):
 
     @property
     def owed(self) -> list[torch.Tensor]:
-        """The tensors whose gradient is still to be computed."""
+        """Tensors whose gradient is not yet computed."""
         return [one for one in (self.weight, self.bias) if one is not None]
 
 
 @final
 class WeightGradients:
-    """Weight gradients of a stage that wait for their time.
+    """Store of a stage's deferred weight gradients.
 
     Attributes:
         computed: number of deferred weight gradients so far.
@@ -62,15 +62,15 @@ class WeightGradients:
         self._waiting: dict[int, list[Site]] = {}
 
     def open(self, microbatch: int) -> None:
-        """Begins to keep what the backward of a microbatch defers."""
+        """Starts to record deferred weight gradients of a microbatch."""
         self._open = self._waiting.setdefault(microbatch, [])
 
     def close(self) -> None:
-        """Ends what `open` has begun, also after an error."""
+        """Stops recording; also called after an error."""
         self._open = None
 
     def add(self, site: Site) -> None:
-        """Keeps one whose output has its gradient.
+        """Records a deferred weight gradient.
 
         Raises:
             ConfigError: the stage or the loss function calls autograd itself.
@@ -84,10 +84,10 @@ class WeightGradients:
         return [one for site in self._waiting.get(microbatch, ()) for one in site.owed]
 
     def compute(self, microbatch: int) -> None:
-        """Computes what waits for a microbatch, into ``grad`` of the parameters.
+        """Computes a microbatch's deferred gradients into ``grad`` of the parameters.
 
-        The first operation of the forward comes first: its gradient was the last to be
-        made and may still be in the cache. Each is dropped as soon as it is done.
+        The forward's first operation comes first: its output gradient was computed last
+        and may still be in the cache. Each site is dropped as soon as it is done.
         """
         views: _Views = []
         waiting = self._waiting.pop(microbatch, [])
@@ -99,7 +99,7 @@ class WeightGradients:
             torch.autograd.backward(tensors, gradients)
 
     def discard(self) -> None:
-        """Forgets all that waits."""
+        """Drops all deferred gradients."""
         self._waiting.clear()
 
     def _settle(self, site: Site, views: _Views) -> None:
@@ -116,7 +116,7 @@ class WeightGradients:
         if isinstance(value, torch.Tensor):
             _accumulate(weight, value, views)
         elif into is not None and into.dtype == grad.dtype == site.x.dtype:
-            into.addmm_(*value)  # one product that adds to what is there
+            into.addmm_(*value)  # fused multiply and add
         else:
             _accumulate(weight, torch.mm(*value), views)
         if site.bias is not None:
@@ -124,7 +124,7 @@ class WeightGradients:
 
 
 def _accumulate(target: torch.Tensor, value: torch.Tensor, views: _Views) -> None:
-    # A bias may be one element for all.
+    # A bias may be broadcast from one element.
     value = value.to(target.dtype).sum_to_size(target.shape)
     if not target.is_leaf:
         views.append((target, value))
@@ -141,17 +141,17 @@ def defer(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Runs an operation whose weight gradient waits in a store.
+    """Runs an operation and defers its weight gradient to a store.
 
     Args:
-        store: of the stage.
-        operation: the computation.
+        store: store of the stage.
+        operation: the operation.
         x: the activation, or indices.
-        weight: a parameter that learns, or a view of one.
-        bias: of the same type.
+        weight: a trainable parameter, or a view of one.
+        bias: bias of the same dtype, or None.
 
     Returns:
-        The output; None where only autograd knows what is right.
+        The output; None if the operation must run under plain autograd.
     """
     if (
         not (torch.is_grad_enabled() and weight.requires_grad)
@@ -171,26 +171,26 @@ def defer(
             used = torch.get_autocast_dtype(kind)
             x = x.to(used)
         elif x.dtype != used:
-            return None  # torch's own complaint is the best
+            return None  # torch's own error is best
     is_flat = not operation.takes_rows or x.dim() == 2
     rows = x if is_flat else x.reshape(-1, x.shape[-1])
     made: torch.Tensor = _Deferred.apply(  # type: ignore[no-untyped-call, unused-ignore]
         rows, weight, bias, used, operation, store
     )
-    # Outside of the function: autograd forbids changes of its views in place.
+    # Outside of the function: autograd forbids in-place changes of its views.
     return made if is_flat else made.view(*x.shape[:-1], made.shape[-1])
 
 
 def _has_device_alone() -> bool:
-    """True if the default device is the only function mode: it changes nothing here."""
+    """True if the default device is the only function mode, which is harmless here."""
     return function_modes() == 1 and torch.get_default_device().type != "cpu"
 
 
 class _Deferred(torch.autograd.Function):
-    """An operation in autograd's graph; to the weight it brings no gradient.
+    """An operation in autograd's graph that returns no gradient for its weight.
 
-    The weight is an input all the same: where it alone learns, the output does, too,
-    and the guard finds it in the graph.
+    The weight is an input nevertheless: the output then requires a gradient even if
+    only the weight does, and the guard finds the weight in the graph.
     """
 
     @staticmethod
@@ -223,7 +223,7 @@ class _Deferred(torch.autograd.Function):
         operation = ctx.operation
         try:
             is_wanted = is_in_backward(ctx.next_functions[1][0])
-        except RuntimeError:  # asked for by `torch.autograd.grad`
+        except RuntimeError:  # called by `torch.autograd.grad`
             raise _differentiates_inside() from None
         if is_wanted:
             kept = x.detach()  # without the graph behind it

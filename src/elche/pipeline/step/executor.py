@@ -1,8 +1,8 @@
 """Executor of one rank's part of a lowered schedule.
 
-It carries the list out as it stands: what to run when is the schedule's decision.
-Messages are received by the transport; the executor waits for one where a computation
-needs it.
+It runs the actions in the given order: the schedule decides what runs when. The
+transport receives messages; the executor only waits for a message that a computation
+needs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class StepInput:
     """Input of this rank's stages in one step.
 
     Attributes:
-        inputs: per microbatch, on the rank of the first stage.
-        targets: per microbatch, on the rank of the last stage.
-        keywords: per microbatch, for the layers of this rank.
-        weights: per microbatch, what its loss counts in the step's loss, loss scale
+        inputs: input of each microbatch, on the rank of the first stage.
+        targets: target of each microbatch, on the rank of the last stage.
+        keywords: arguments of each microbatch for the layers of this rank.
+        weights: weight of each microbatch's loss in the step's loss, loss scale
             included.
-        input_gradients: whether the gradients of the inputs are wanted.
-        microbatches: that have samples in this step; None for all of the schedule's.
-        timeout_s: deadline of each wait.
-        caches: of this rank's layers, in generation; None runs them without.
+        input_gradients: whether to return the gradients of the inputs.
+        microbatches: number of microbatches with samples; None for all of the
+            schedule's.
+        timeout_s: deadline (s) of each wait.
+        caches: caches of this rank's layers, in generation; None runs them without.
     """
 
     inputs: Sequence[Any] = ()
@@ -57,10 +58,10 @@ class StepResults:
     """Results of one rank's part of a step.
 
     Attributes:
-        losses: by microbatch, unweighted; on the rank of the last stage.
-        outputs: by microbatch; on the rank of the last stage, in evaluation.
-        input_gradients: by microbatch, one per tensor of the input that can have one;
-            on the rank of the first stage.
+        losses: unweighted losses by microbatch, on the rank of the last stage.
+        outputs: outputs by microbatch, on the rank of the last stage, in evaluation.
+        input_gradients: gradients by microbatch, one per input tensor that can have
+            one; on the rank of the first stage.
     """
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -75,12 +76,12 @@ class Executor:
 
     Attributes:
         rank: this rank.
-        schedule: lowered.
+        schedule: the lowered schedule.
         stages: this rank's stages by index.
-        transport: messages to other ranks; None where one rank holds all stages.
-        loss_fn: of output and target; called on the last stage.
-        device: where this rank computes.
-        trace: actions of the last step, with begin and end by time.monotonic().
+        transport: messages to other ranks; None if one rank holds all stages.
+        loss_fn: function of output and target; called on the last stage.
+        device: this rank's device.
+        trace: actions of the last step, with begin and end (time.monotonic()).
         after_stage: called in training with each stage whose gradients are complete.
     """
 
@@ -98,11 +99,11 @@ class Executor:
         self._through = _stages_through(self._actions)
 
     def finished_at(self, stage: int) -> int:
-        """Place in this rank's list where the gradients of a stage are complete."""
+        """Position in this rank's actions at which a stage's gradients are complete."""
         return next(at for at, stages in self._through.items() if stage in stages)
 
     def train(self, given: StepInput) -> StepResults:
-        """Runs the schedule; gradients are added to the parameters' ``grad``."""
+        """Runs the schedule and adds gradients to the parameters' ``grad``."""
         for stage in self.stages.values():
             stage.begin_step()
         run = _Run(self, given, is_training=True)
@@ -113,18 +114,19 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, given: StepInput) -> StepResults:
-        """Runs the schedule's forwards alone, without gradients."""
+        """Runs only the schedule's forwards, without gradients."""
         run = _Run(self, given, is_training=False)
         forwards = [one for one in self._actions if one.kind in _FORWARD_KINDS]
         self._carry_out(run, forwards)
         return run.results
 
     def _carry_out(self, run: _Run, actions: Sequence[StageAction]) -> None:
-        """Runs a list, but for microbatches that have no samples in this step.
+        """Runs actions, except those of microbatches without samples in this step.
 
-        What is left keeps its order, and loses sends together with their receives, so
-        it deadlocks no more than the whole. Stages are reported complete at the same
-        places: replicas sum in that order.
+        The remaining actions keep their order, and sends are dropped together with
+        their receives, so this cannot deadlock if the whole does not. Stages are
+        reported complete at
+        the same positions: replicas sum in that order.
         """
         self.trace = []
         count = run.given.microbatches
@@ -156,10 +158,10 @@ class Executor:
         )
 
     def loss(self, value: Any, target: Any, microbatch: int) -> torch.Tensor:
-        """The loss of one microbatch.
+        """Computes the loss of one microbatch.
 
         Raises:
-            ConfigError: it is not a scalar.
+            ConfigError: the loss is not a real scalar.
         """
         found = self.loss_fn(value, target)
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
@@ -178,10 +180,10 @@ class Executor:
 
 
 def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
-    """Stages whose gradients are complete at each place of the list.
+    """Stages whose gradients are complete, by position in the actions.
 
-    That is after the last backward of a stage, and the messages behind it, for which
-    other ranks wait.
+    The position is after a stage's last backward and the messages that follow it, for
+    which other ranks wait.
     """
     last = {
         one.stage: place
@@ -198,7 +200,7 @@ def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
 
 @final
 class _Run:
-    """One step under way on one rank."""
+    """A step in progress on one rank."""
 
     def __init__(self, owner: Executor, given: StepInput, is_training: bool) -> None:
         self.given, self.is_training = given, is_training
@@ -241,7 +243,7 @@ class _Run:
             self._outgoing[stage, 0, microbatch] = message
 
     def _finish(self, runner: StageBackward, microbatch: int, value: Any) -> None:
-        """The last stage: the loss instead of a message."""
+        """Computes the last stage's loss, which has no outgoing message."""
         if not self.is_training:
             self.results.outputs[microbatch] = value
             if not self.given.targets:
@@ -271,7 +273,7 @@ class _Run:
         return Message(tuple(tensors), structure, needs)
 
     def _incoming(self, one: StageAction, stage: int, way: int, kind: Kind) -> Message:
-        """Input of this action from another stage, on this rank's device."""
+        """Input of this action from another stage, moved to this rank's device."""
         owner = self._owner
         if owner.schedule.placement[stage] == owner.rank:
             return self._outgoing.pop((stage, way, one.microbatch))
@@ -312,8 +314,8 @@ class _Run:
         self._backward_input(one)
         self._backward_weight(one)
 
-    # Functions: bound methods kept in the object would be a cycle, which holds the
-    # step's batch and outputs until Python looks for cycles.
+    # Plain functions: bound methods stored in the object would be a reference cycle,
+    # which keeps the step's batch and outputs alive until the garbage collector runs.
     _DO: ClassVar[Mapping[Kind, Callable[[_Run, StageAction], None]]] = {
         Kind.FORWARD: _forward,
         Kind.BACKWARD_INPUT: _backward_input,

@@ -1,6 +1,6 @@
 """Generation of tokens with a causal model in stages.
 
-With caches of keys and values one new position travels per token, else all of the
+With caches of keys and values only the new position is sent per token, else the whole
 sequence.
 """
 
@@ -26,25 +26,25 @@ from elche.pipeline.trees import as_tensors, flatten, map_tensors
 Choose = Callable[[torch.Tensor], torch.Tensor]
 BatchOf = Callable[[torch.Tensor], Any]
 PROVEN_AFTER = 3
-"""Tokens: of the prompt, behind it, and behind one that was behind it itself."""
+"""Tokens to check: after the prompt, after a cached prompt, and once more."""
 WHOLE_ARGUMENT = "attention_mask"
-"""Argument of the model that covers the cached positions, too."""
+"""Argument of the model that also covers the cached positions."""
 
 logger = logging.getLogger(__name__)
 
 
 @final
 class CachedLayers:
-    """This rank's layers that take `cache=`.
+    """This rank's layers that accept `cache=`.
 
     Args:
-        parts: of this rank.
+        parts: this rank's stages and plan.
 
     Attributes:
-        executor: of these layers.
-        proven: kinds of input for which caches have given the logits of whole runs.
-        refused: why the pipeline does without caches, the same on all ranks; "" while
-            it does not.
+        executor: executor of these layers.
+        proven: kinds of input for which caches reproduced the logits of uncached runs.
+        refused: why the pipeline runs without caches, the same on all ranks; "" if it
+            uses them.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -55,17 +55,17 @@ class CachedLayers:
 
     @cached_property
     def offer(self) -> tuple[bool, str]:
-        """True if a layer of this rank takes a cache, and why that is not known.
+        """Whether a layer of this rank accepts a cache, and the error in finding out.
 
-        Makes the layers anew that were cut of a model: that may take seconds.
+        Rebuilds layers that were cut from a model, which may take seconds.
         """
         try:
             return self._make(), ""
-        except Exception as error:  # without a cache it is slow, not wrong
+        except Exception as error:  # without a cache generation is slow, not wrong
             return False, f"{type(error).__name__}: {error}"
 
     def _make(self) -> bool:
-        """Makes the executor; True if a layer takes a cache."""
+        """Builds the executor; returns True if a layer accepts a cache."""
         parts, layers = self._parts, self._parts.given.layers
         stages = {index: one.stage for index, one in parts.stages.items()}
         if layers.cut_cached is not None:
@@ -88,11 +88,11 @@ class CachedLayers:
 @final
 @dataclass
 class Generation:
-    """Generation under way; see `elche.pipeline.Pipeline.generate` for the arguments.
+    """A generation in progress; see `elche.pipeline.Pipeline.generate`.
 
     Args:
         stepping: runs the stages.
-        layers: with caches.
+        layers: layers with caches.
     """
 
     stepping: Stepping
@@ -112,7 +112,7 @@ class Generation:
         self._fixed: set[int] = set()
 
     def run(self) -> torch.Tensor:
-        """Appends tokens to those of the first stage's rank; with all ranks."""
+        """Appends tokens to those of the first stage's rank; call it on all ranks."""
         if self.stepping.groups.are_several:
             raise ConfigError(
                 "generate runs one pipeline, and this one has replicas; load its "
@@ -131,11 +131,11 @@ class Generation:
                     break
         finally:
             if self._caches is not None:
-                self._caches.clear()  # a traceback may hold it for long
+                self._caches.clear()  # a traceback may keep them alive
         return made
 
     def _begin(self) -> torch.Tensor:
-        """The tokens to continue, on every rank, which agree on what to do."""
+        """Agrees on the settings with all ranks, and returns the tokens to continue."""
         first = self.stepping.parts.plan.schedule.placement[0]
 
         def prompt() -> list[Any]:
@@ -169,7 +169,7 @@ class Generation:
         return _tokens(told[first][3])
 
     def _refuse(self, reason: str) -> None:
-        """Does without caches from now on, if there is a reason; says so once."""
+        """Disables caches from now on, if there is a reason; logs it once."""
         if reason and not self.layers.refused:
             self.layers.refused = reason
             if self.stepping.parts.is_first:
@@ -183,7 +183,7 @@ class Generation:
         return as_tensors(self.batch_of(tokens), "what batch_of returns")
 
     def _next(self, made: torch.Tensor) -> torch.Tensor:
-        """The next token of each sequence, on every rank."""
+        """Chooses the next token of each sequence, on every rank."""
         outputs = self._outputs(made)
 
         def choose() -> list[int] | None:
@@ -203,7 +203,7 @@ class Generation:
         return _tokens(told[last])
 
     def _outputs(self, made: torch.Tensor) -> Any:
-        """Output of the model for the sequences, on the rank of the last stage."""
+        """The model's output for the sequences, on the rank of the last stage."""
         if self._caches is None:
             return self._whole(made)
         done = self._cached_positions
@@ -224,10 +224,10 @@ class Generation:
         return self.stepping.evaluate(call).outputs
 
     def _prove(self, found: Any, wanted: Any) -> Any:
-        """Compares the logits with those of a run without caches, and returns these.
+        """Compares the logits with those of an uncached run, and returns the latter.
 
-        A layer that mixes positions and takes no cache, or a position that is counted
-        from the first new one, would choose other tokens in silence.
+        A layer that mixes positions without a cache, or a position counted from the
+        first new token, would silently change the tokens.
         """
 
         def compare() -> str:
@@ -250,19 +250,19 @@ class Generation:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each sequence."""
+    """Most likely token of each sequence."""
     return logits.argmax(-1)
 
 
 def _behind(batch: Any, shape: Sequence[int], done: int, fixed: set[int]) -> Any:
-    """The part of a model's input that is of new positions.
+    """Part of a model's input for the new positions.
 
     Args:
-        batch: for all positions.
-        shape: of the tokens; tensors that begin with it are of positions.
-        done: positions that are in the caches.
-        fixed: places of tensors that once were of another length: they are never of
-            positions, though the sequence may come to their length.
+        batch: input for all positions.
+        shape: shape of the tokens; tensors whose shape begins with it have positions.
+        done: number of cached positions.
+        fixed: indices of tensors that once had another length: they never have
+            positions, even if the sequence reaches their length.
     """
     places = itertools.count()
 
@@ -281,9 +281,9 @@ def _behind(batch: Any, shape: Sequence[int], done: int, fixed: set[int]) -> Any
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Distance of logits, relative to the second ones.
+    """Distance of two logits, relative to the second.
 
-    A token that may not be chosen has one of -inf in both.
+    Excluded tokens have -inf in both.
     """
     found, wanted = found.double().cpu(), wanted.double().cpu()
     is_ruled_out = torch.isneginf(found) & torch.isneginf(wanted)

@@ -1,4 +1,4 @@
-"""Gradients of all stages together: their norm, and whether they are finite."""
+"""Global gradient operations over all stages: norm and finiteness."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def clip_norm(
     max_norm: Any,
     communicator: PipelineCommunicator,
 ) -> float:
-    """Scales this rank's gradients so that the norm over all ranks is not larger.
+    """Scales this rank's gradients to a norm over all ranks of at most `max_norm`.
 
     Args:
-        parameters: of this rank.
-        copies: ids of those that another rank counts: copies of shared parameters.
-        max_norm: 2-norm.
-        communicator: all ranks, which call this together.
+        parameters: parameters of this rank.
+        copies: ids of shared parameters that another rank counts.
+        max_norm: maximum 2-norm.
+        communicator: connections to all ranks, which call this together.
 
     Returns:
-        The norm before, on every rank.
+        The norm before clipping, on every rank.
 
     Raises:
         ConfigError: max_norm is not a number of at least 0, here or on another rank;
             nothing has changed.
-        MismatchError: ranks give different ones; nothing has changed.
+        MismatchError: ranks pass different values; nothing has changed.
     """
     mine = [one for one in parameters if one.grad is not None]
 
@@ -54,7 +54,7 @@ def clip_norm(
     most = _common([one for one, _ in told], "max_norm")
     norm = math.sqrt(math.fsum(squares for _, squares in told))
     scale = most / (norm + 1e-6)
-    if not scale >= 1.0:  # as torch does, a norm that is not a number makes all so
+    if not scale >= 1.0:  # as in torch, a NaN norm makes all gradients NaN
         for one in mine:
             if one.grad is not None:
                 one.grad.mul_(scale)
@@ -67,18 +67,18 @@ def unscale(
     optimizer: torch.optim.Optimizer | None,
     communicator: PipelineCommunicator,
 ) -> bool:
-    """Divides this rank's gradients; whether those of all ranks are finite then.
+    """Divides this rank's gradients; returns whether those of all ranks are finite.
 
     Args:
-        parameters: of this rank.
-        loss_scale: a number, or a scaler, which then divides them itself.
-        optimizer: that the scaler steps.
-        communicator: all ranks, which call this together.
+        parameters: parameters of this rank.
+        loss_scale: a number, or a scaler, which then divides the gradients itself.
+        optimizer: optimizer that the scaler steps.
+        communicator: connections to all ranks, which call this together.
 
     Raises:
         ConfigError: loss_scale is not above 0 and finite, here or on another rank;
             nothing has changed.
-        MismatchError: ranks give different ones; nothing has changed.
+        MismatchError: ranks pass different scales; nothing has changed.
     """
     if isinstance(loss_scale, torch.amp.GradScaler):
         given = only_optimizer(optimizer)
@@ -98,10 +98,10 @@ def _unscale_by(
     parameters: Iterable[nn.Parameter],
     communicator: PipelineCommunicator,
 ) -> bool:
-    """Lets a scaler divide this rank's gradients; whether those of all are finite then.
+    """Unscales by a GradScaler; returns whether the gradients of all ranks are finite.
 
-    Where one rank's are not, another rank's first gradient is made infinite, so that
-    its scaler skips the step, too, and both go on with one scale.
+    If only other ranks have non-finite gradients, this rank sets its first gradient to
+    infinity. Its scaler then skips the step as well, and all scales stay equal.
     """
     gradients = [one.grad for one in parameters if one.grad is not None]
     mine = all(bool(one.isfinite().all()) for one in gradients)
@@ -111,7 +111,7 @@ def _unscale_by(
     if not finite and mine and gradients:
         gradients[0].fill_(math.inf)
     for one in gradients[:1]:
-        scaler.scale(torch.zeros((), device=one.device))  # it begins to count with this
+        scaler.scale(torch.zeros((), device=one.device))  # initialises the scaler
     scaler.unscale_(optimizer)
     return finite
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of `step` or `evaluate` as the script makes it.
+    """The script's call of `step` or `evaluate`.
 
     Attributes:
         what: name of the method.
@@ -37,8 +37,8 @@ class Call:
         loss_scale: see there.
         input_gradients: see there.
         outputs: see `elche.pipeline.Pipeline.evaluate`.
-        make_batch: makes the batch on the rank that reads it; other ranks are notified
-            where that fails.
+        make_batch: makes the batch on the rank that reads it; an error is reported to
+            the other ranks.
     """
 
     what: str
@@ -57,13 +57,14 @@ class InputReport:
 
     Attributes:
         what: name of the method.
-        error: what is wrong, "" if nothing is.
-        samples: of the batch, on the rank that reads it.
-        targets: of the target, on the rank that reads it; -1 if they cannot be counted.
-        loss_scale: of the call.
-        keywords: names of those given, and whether a layer of the rank may take them.
-        outputs: which ranks want the outputs.
-        batch: fingerprint of the batch as it was given, in the first steps.
+        error: error text, or "".
+        samples: samples of the batch, on the rank that reads it.
+        targets: samples of the target, on the rank that reads it; -1 if they cannot be
+            counted.
+        loss_scale: loss scale of the call.
+        keywords: whether a layer of the rank may accept each given keyword, by name.
+        outputs: ranks that receive the outputs.
+        batch: fingerprint of the given batch, in the first steps.
     """
 
     what: str
@@ -81,11 +82,11 @@ class LocalInput:
     """This rank's own part of a call.
 
     Attributes:
-        report: for the other ranks.
-        batch: on the device; None where it is not read.
-        target: likewise.
-        keywords: on the device.
-        raised: error from reading it.
+        report: report for the other ranks.
+        batch: batch on the device; None if this rank does not read it.
+        target: target on the device; likewise.
+        keywords: keywords on the device.
+        raised: error while reading the input.
     """
 
     report: InputReport
@@ -98,14 +99,14 @@ class LocalInput:
 def read_call(
     call: Call, parts: Parts, may_rest: bool, trouble: str, compares: bool
 ) -> LocalInput:
-    """Reads what this rank needs of a call; never raises.
+    """Reads the part of a call that this rank needs; never raises.
 
     Args:
-        call: of the script.
-        parts: of this rank.
-        may_rest: whether there may be no batch for it, because others have one.
-        trouble: what is wrong with the rank itself, "" if nothing is.
-        compares: whether the batch's fingerprint is reported.
+        call: the script's call.
+        parts: this rank's stages and plan.
+        may_rest: whether the batch may be missing, because other replicas may have one.
+        trouble: error of the rank itself, or "".
+        compares: whether to report the batch's fingerprint.
     """
     try:
         if trouble:
@@ -164,10 +165,10 @@ def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInpu
 
 
 def scale_of(loss_scale: Any) -> float:
-    """A number that gradients can be multiplied with and divided by.
+    """Checks a loss scale and returns it as a float.
 
     Raises:
-        ConfigError: it is not a number, or not finite and above 0.
+        ConfigError: the scale is not a number, or not finite and above 0.
     """
     found = number_of(loss_scale, "loss_scale")
     if not 0 < found < math.inf:
@@ -176,10 +177,10 @@ def scale_of(loss_scale: Any) -> float:
 
 
 def number_of(value: Any, name: str) -> float:
-    """A number that may be a tensor's.
+    """Returns a number, which may be given as a tensor, as a float.
 
     Raises:
-        ConfigError: it is not a number.
+        ConfigError: the value is not a number.
     """
     try:
         if isinstance(value, (str, bytes)):
@@ -197,15 +198,15 @@ def check_reports(
     """Compares the reports of all ranks; raises the same error on all of them.
 
     Args:
-        reports: by rank.
-        named: by rank, the keywords that its layers name.
+        reports: reports by rank.
+        named: keywords that the layers name, by rank.
         groups: the replicas.
 
     Raises:
-        ConfigError: a rank's part is wrong; a keyword is taken by no layer where it was
-            given, or named by those of a rank that was not given it; or outputs are
-            wanted on a rank that there is not.
-        MismatchError: ranks have different loss scales, or want outputs elsewhere.
+        ConfigError: a rank's part is wrong; no layer accepts a keyword where it was
+            given; a rank whose layers name a keyword was not given it; or outputs are
+            requested on a rank that does not exist.
+        MismatchError: ranks have different loss scales, or request outputs elsewhere.
     """
     for one in reports:
         if one.error:
@@ -236,7 +237,7 @@ def check_reports(
                     "on every rank whose layers take it"
                 )
             lack = [r for r in members if r not in have and name in named[r]]
-            if lack:  # in one process all layers that name a keyword get it
+            if lack:  # in one process all layers that name a keyword would receive it
                 raise ConfigError(
                     f"{reports[0].what} was given the keyword {name!r} on "
                     f"{_ranks(have)}, but not on {_ranks(lack)}, whose layers take it, "
@@ -250,11 +251,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def warn_of_other_batch(reports: Sequence[InputReport], parts: Parts) -> None:
-    """Warns when the first and the last stage's rank were given different batches.
+    """Warns if the first and the last stage's rank were given different batches.
 
-    Scripts whose loaders shuffle differently on two ranks would train on pairs that do
-    not belong together, and no gradient is wrong. Only a warning: augmentation may draw
-    differently on two ranks that hold the same samples.
+    Loaders that shuffle differently on two ranks would silently train on wrong pairs.
+    It is
+    only a warning: augmentation may differ between two ranks that have the same
+        samples.
     """
     placement = parts.plan.schedule.placement
     first, last = placement[0], placement[-1]

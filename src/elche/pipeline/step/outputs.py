@@ -23,10 +23,11 @@ class StepOutput:
     """Result of a step.
 
     Attributes:
-        loss: of the whole batch, under the configured reduction; on every rank.
-        losses: of each microbatch that has samples, unweighted; on every rank.
-        input_gradients: of the batch's floating point tensors in order, where asked
-            for, on the rank of the first stage; None for one that no loss depends on.
+        loss: loss of the whole batch, under the configured reduction; on every rank.
+        losses: unweighted loss of each microbatch with samples; on every rank.
+        input_gradients: gradients of the batch's floating point tensors in order, if
+            requested, on the rank of the first stage; None where the loss is
+            independent.
     """
 
     loss: float
@@ -39,9 +40,9 @@ class EvaluationOutput:
     """Result of an evaluation.
 
     Attributes:
-        loss: of the whole batch; None without a target.
-        outputs: of the last layer for the whole batch, on the ranks that asked for
-            them; None elsewhere. Mappings of a model's own are plain dicts.
+        loss: loss of the whole batch; None without a target.
+        outputs: outputs of the last layer for the whole batch, on the ranks that
+            requested them; None elsewhere. A model's own mapping types become dicts.
     """
 
     loss: float | None
@@ -49,15 +50,15 @@ class EvaluationOutput:
 
 
 def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
-    """Samples of each microbatch; they differ by one at most.
+    """Samples of each microbatch; they differ by at most one.
 
     Args:
         total: samples of the batch.
-        labelled: samples of the target, if it can be told.
-        count: microbatches at most; with fewer samples each is one by itself.
+        labelled: samples of the target, if known.
+        count: most microbatches; with fewer samples each is its own microbatch.
 
     Raises:
-        ConfigError: there are none, or batch and target differ.
+        ConfigError: the batch is empty, or batch and target differ.
     """
     if total < 1:
         raise ConfigError("the batch has no samples; leave empty batches out")
@@ -76,18 +77,18 @@ def hand_out(
     peers: StagePeers | None,
     timeout_s: float,
 ) -> Any:
-    """Sends the outputs of a pipeline from its last stage's rank; with all its ranks.
+    """Sends a pipeline's outputs from its last stage's rank; call it on all its ranks.
 
     Args:
-        outputs: on that rank.
-        wanted: where.
+        outputs: the outputs, on the last stage's rank.
+        wanted: ranks that receive the outputs.
         members: the pipeline's ranks.
-        last: that rank.
-        peers: the ranks.
-        timeout_s: deadline of each message.
+        last: rank of the last stage.
+        peers: connections to the other ranks.
+        timeout_s: deadline (s) of each message.
 
     Returns:
-        The outputs where they are wanted; they arrive on the CPU.
+        The outputs on the receiving ranks (there on the CPU), else None.
     """
     if wanted == "last" or peers is None:
         return outputs
@@ -107,7 +108,7 @@ def hand_out(
 
 
 def joined_gradients(results: StepResults) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the batch's tensors from those of the microbatches'."""
+    """Joins the microbatches' input gradients into those of the batch."""
     by_input = zip(
         *(results.input_gradients[i] for i in sorted(results.input_gradients)),
         strict=True,

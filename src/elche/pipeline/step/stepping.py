@@ -1,4 +1,4 @@
-"""One step or evaluation of a pipeline, begun and ended by all ranks together."""
+"""One step or evaluation of a pipeline, run by all ranks together."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Stepping:
     """Runs the steps of a pipeline on this rank.
 
     Args:
-        communicator: all ranks.
+        communicator: connections to all ranks.
         groups: the replicas.
-        parts: what this rank has.
+        parts: this rank's stages and plan.
 
     Attributes:
-        communicator: all ranks.
+        communicator: connections to all ranks.
         groups: the replicas.
-        parts: what this rank has.
-        config: the settings, with what was measured.
+        parts: this rank's stages and plan.
+        config: the settings, including measured ones.
         passes: this rank's passes over the loader.
-        replicas: all replicas, as this rank sees them.
-        steps: done so far, those before a resume included.
+        replicas: all replicas, from this rank's point of view.
+        steps: number of steps so far, including those before a resume.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Stepping:
         self._named = communicator.exchange(sorted(mine), "the keywords of layers")
 
     def step(self, call: Call) -> StepOutput:
-        """One step: forward and backward."""
+        """Runs one step: forward and backward."""
         self.communicator.check_open()
         given, shares = self._begin(call)
         asked = self._input(
@@ -109,9 +109,9 @@ class Stepping:
         """Runs forward only, over averaged buffers.
 
         Args:
-            call: of the script.
-            executor: in the place of the usual one; with the same modules in it.
-            caches: of this rank's layers.
+            call: the script's call.
+            executor: executor to use instead of the usual one; with the same modules.
+            caches: caches of this rank's layers.
         """
         self.communicator.check_open()
         given, shares = self._begin(call)
@@ -134,7 +134,7 @@ class Stepping:
     def _outputs(
         self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks
     ) -> Any:
-        """The outputs of this replica's batch, on the ranks that want them."""
+        """This replica's outputs, on the ranks that receive them."""
         members = self.groups.members
         if not shares.mine or (isinstance(wanted, int) and wanted not in members):
             return None
@@ -147,7 +147,7 @@ class Stepping:
             )
 
     def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares]:
-        """All ranks begin the same thing, and know the samples of all microbatches."""
+        """Agrees with all ranks on the call, and computes all microbatches' samples."""
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
         may_rest, trouble = self.groups.are_several, self.replicas.late_learner()

@@ -1,11 +1,10 @@
 """`auto`: the schedule of least makespan for measured costs and memory limits.
 
-It times every published schedule that is defined for the placement and fits the memory;
-then list schedules; then the best of them with every W put where the costs leave a gap,
-and with B in place of I and W on stages where the split costs more than it gains. It
-improves the best of them along its critical path. How much is tried depends on the
-number of actions, never on a clock, so that all ranks find the same schedule. All ends
-where the busiest rank never waits.
+Times every published schedule that is defined for the placement and fits the memory;
+then list schedules. The best of them is tried with every W moved into gaps, and with B
+in place of I and W on stages where B is cheaper. The best result is improved along its
+critical path. The effort depends on the number of actions, never on a clock, so that
+all ranks find the same schedule. The search stops when the busiest rank never waits.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from elche.schedule.generators.v_shape import (
 )
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
-EXTRA_ACTIONS = 150_000  # actions in variants beyond the published schedules
+EXTRA_ACTIONS = 150_000  # budget of actions beyond the published schedules
 MAX_EVALUATIONS = 60
-IMPROVED_ACTIONS = 10_000  # actions in all schedules that the improvement tries
+IMPROVED_ACTIONS = 10_000  # budget of actions of the local improvement
 _TOLERANCE = 1e-9
 
 
@@ -43,12 +42,12 @@ def auto_schedule(costs: PipelineCosts, num_microbatches: int) -> Schedule:
     """The schedule of least makespan that fits the memory, compute only.
 
     Args:
-        costs: of the stages, in any placement.
-        num_microbatches: of one step.
+        costs: costs of the stages, in any placement.
+        num_microbatches: microbatches per step.
 
     Raises:
-        ConfigError: no microbatches, or a rank's memory does not hold one microbatch of
-            its stages.
+        ConfigError: no microbatches, or a rank's memory is too small for one microbatch
+            of its stages.
     """
     check_microbatches(num_microbatches)
     search = _Search(costs, num_microbatches)
@@ -63,15 +62,15 @@ def auto_placed(
     memory: float | None = None,
     most_stages: int = 2,
 ) -> tuple[Schedule, PipelineCosts]:
-    """The schedule of least makespan over equal ranks, with some stages on each.
+    """Schedule of least makespan over equal ranks, over several placements.
 
     Args:
-        times: of one rank.
-        num_ranks: ranks.
-        num_microbatches: of one step.
-        memory: units that each rank may hold, None without a limit.
-        most_stages: of a rank. Two, in a loop or in V placement, are always tried; more
-            of them leave shorter bubbles, and send more messages.
+        times: times of one rank.
+        num_ranks: number of ranks.
+        num_microbatches: microbatches per step.
+        memory: memory units per rank, None without a limit.
+        most_stages: most stages per rank. Two, in a loop or in V placement, are always
+            tried; more stages shorten bubbles, and send more messages.
 
     Returns:
         The schedule and the costs in its placement.
@@ -102,7 +101,7 @@ def auto_placed(
 
 
 class _Search:
-    """Keeps the best of all schedules tried for one placement."""
+    """Tracks the best of all schedules tried for one placement."""
 
     def __init__(self, given: PipelineCosts, count: int) -> None:
         self.given, self.count = given, count
@@ -119,7 +118,7 @@ class _Search:
         self._check_memory()
 
     def run(self, known: float) -> None:
-        """Searches, unless a makespan that is known already cannot be beaten."""
+        """Searches, unless the bound shows that no schedule beats `known`."""
         if self.bound >= known:
             return
         for name in self.published:
@@ -147,7 +146,7 @@ class _Search:
             self._offer(self.name, rows)
 
     def result(self) -> Schedule:
-        """The best schedule."""
+        """Returns the best schedule."""
         rows = spread(self.rows, self.order, self.given.num_ranks)
         return decode(f"auto ({self.name})", rows, self.given.placement, self.count)
 
@@ -165,7 +164,7 @@ class _Search:
                 )
 
     def _offer(self, name: str, rows: Rows) -> None:
-        """Takes a schedule if it fits the memory and is the shortest so far."""
+        """Keeps a schedule if it fits the memory and is the shortest so far."""
         if not rows:
             return
         held = peaks(rows, self.table, self.count)
@@ -182,7 +181,7 @@ class _Search:
     def _place(
         self, name: str, orders: Rows, limits: Sequence[float] | None = None
     ) -> None:
-        """Offers an order with every W where the costs leave gaps."""
+        """Offers a schedule with every W moved into gaps."""
         self.left -= sum(map(len, orders))
         held = limits or self.limits
         rows = place_weights(orders, self.table, self.count, held, self.makespan)
@@ -209,7 +208,7 @@ class _Search:
             yield partial(self._place, self.name, self.rows)
 
     def _merge(self) -> None:
-        """Tries B in place of I and W on the stages where B is cheaper."""
+        """Tries B in place of I and W on stages with a cheaper B."""
         cheaper = [
             stage
             for stage, one in enumerate(self.costs.stages)
@@ -226,7 +225,7 @@ class _Search:
 
 
 def merged(rows: Rows, stages: frozenset[int] | set[int], count: int) -> Rows:
-    """Replaces I by B, and drops W, on some stages."""
+    """Replaces I by B, and drops W, on given stages."""
     result: Rows = []
     for row in rows:
         kept = []

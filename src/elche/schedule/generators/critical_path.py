@@ -1,8 +1,8 @@
 """Local improvement of a schedule along its critical path.
 
-The move is the classic one of job-shop scheduling (Nowicki and Smutnicki 1996): of two
-neighbours on a rank, both on the critical path, the later one goes first if what it
-needs was there before the earlier one began.
+The move is the classic one of job-shop scheduling (Nowicki and Smutnicki 1996). It
+swaps two neighbours on a rank, both on the critical path, if the later action's input
+was ready before the earlier one began.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def improve(
     limits: Sequence[float],
     evaluations: int,
 ) -> Rows:
-    """Swaps neighbours while that shortens the makespan.
+    """Swaps neighbouring actions while that shortens the makespan.
 
     Args:
-        rows: codes of each rank; left as it is.
+        rows: codes of each rank; not modified.
         table: the costs.
-        count: microbatches.
-        limits: memory of each rank, kept.
+        count: number of microbatches.
+        limits: memory limit of each rank, respected.
         evaluations: most schedules to try.
     """
     rows = [list(row) for row in rows]
@@ -49,7 +49,7 @@ def improve(
                 evaluations -= 1
                 try:
                     tried = run_rows(rows, table, count)
-                except ConfigError:  # with actions of no duration a swap can deadlock
+                except ConfigError:  # with zero-duration actions a swap can deadlock
                     time = math.inf
                 else:
                     time = makespan_of(rows, tried, table, count)
@@ -63,7 +63,7 @@ def improve(
 def _swaps(
     rows: Rows, starts: list[list[float]], table: CostTable, count: int
 ) -> Iterator[tuple[int, int]]:
-    """Rank and position of each action that may go before its neighbour."""
+    """Rank and position of each action that may move before its neighbour."""
     ready, place = _ready_times(rows, starts, table, count)
     durations = table.durations
     rank = max(
@@ -91,7 +91,7 @@ def _swaps(
 
 
 def _may_swap(before: int, code: int) -> bool:
-    """True if neighbours may change places: not F and its I, not I and its W."""
+    """True if two neighbours may swap: not F and its I, not I and its W."""
     kinds = before & 7, code & 7
     return before >> 3 != code >> 3 and kinds[0] != kinds[1]
 
@@ -99,9 +99,9 @@ def _may_swap(before: int, code: int) -> bool:
 def _ready_times(
     rows: Rows, starts: list[list[float]], table: CostTable, count: int
 ) -> tuple[list[list[tuple[float, int]]], dict[int, tuple[int, int]]]:
-    """Time and action at which each action's inputs have come, and its place.
+    """Time at which each action's input arrives, the action behind it, and all places.
 
-    An action is known by ``index * 2``, and 1 more for a backward.
+    An action's key is ``index * 2``, plus 1 for a backward.
     """
     place: dict[int, tuple[int, int]] = {}
     ends: dict[int, float] = {}

@@ -1,17 +1,17 @@
 """Schedules from costs and memory limits, by list scheduling.
 
-Each rank that becomes free runs what is ready, by a rule: backwards before forwards,
-weight gradients in the gaps (the idea of the zero-bubble paper's heuristic, Qi et al.
-2024, section 3.1). Unlike there, any number of stages may stand on a rank, in any
-placement, and what is minimised is the makespan.
+Each rank that becomes free runs a ready action, chosen by a rule: backwards before
+forwards, weight gradients in the gaps. This is the idea of the zero-bubble paper's
+heuristic (Qi et al. 2024, section 3.1). Unlike there, a rank may hold any number of
+stages, in any placement, and the objective is the makespan.
 
-No choice can deadlock on memory: a forward may only take what leaves room for the same
-microbatch in the later stages of its rank. Then the oldest unfinished microbatch always
-finds its place: in a rank's memory there are only microbatches of earlier stages, which
-left that room, and those whose W can run and free it.
+No choice can deadlock on memory: a forward must leave room for its microbatch in the
+later stages of its rank. So the oldest unfinished microbatch can always proceed. A
+rank's memory only contains microbatches of earlier stages, which left that room, and
+microbatches whose W can run and free it.
 
-A schedule that cannot become shorter than a known one is given up half-way, as soon as
-a rank's waits so far and all its work exceed it.
+A schedule is abandoned as soon as a rank's waits so far and all its work exceed a known
+makespan.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from elche.schedule.timing import CostTable
 _TOLERANCE = 1e-9
 
 Choice = Callable[[int, float], tuple[int, float, bool]]
-"""Choice for a rank at a time: the code to run, or -1; else the time at which one is
-ready (infinite if unknown), and True if one waits for memory only.
+"""Function of rank and time. Returns the code to run, or -1; the time at which the next
+code is ready (infinite if unknown); and True if a code only waits for memory.
 """
 
 
 _Target = tuple[list[float], int, float, int]
-"""Times at which codes are ready, the place of one among them seen from that of the
-code which it waits for, the link between, and its rank."""
+"""Where a code's result arrives: the ready times, the offset of the waiting code's
+index, the link time, and the waiting code's rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Rule:
     """Preferences of a free rank.
 
     Attributes:
-        patience: W fills a wait that is known to last at least this share of W.
+        patience: W fills a known wait of at least this fraction of W's duration.
         merged: stages that run B in place of I and W.
     """
 
@@ -52,13 +52,13 @@ class Rule:
 
 
 class ListScheduler:
-    """Builds one schedule; use `list_schedule` or `place_weights`.
+    """Builds one schedule; call `list_schedule` or `place_weights` instead.
 
     Args:
         table: the costs.
-        count: microbatches.
-        limits: memory of each rank; at least one microbatch of its stages.
-        rule: what a free rank prefers.
+        count: number of microbatches.
+        limits: memory limit of each rank; at least one microbatch of its stages.
+        rule: preferences of a free rank.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ListScheduler:
         self.stages_of: list[list[int]] = [[] for _ in self.rows]
         for stage, rank in enumerate(table.rank_of):
             self.stages_of[rank].append(stage)
-        # Highest level at which each stage's forward may begin.
+        # Highest memory level at which each stage's forward may begin.
         self.room = [0.0] * stages
         for rank, held in enumerate(self.stages_of):
             room = limits[rank] + _TOLERANCE
@@ -86,14 +86,14 @@ class ListScheduler:
                 room += table.releases[stage * 8 + F]
 
     def run(self, choose: Choice, most: float = math.inf) -> Rows:
-        """Runs all ranks until nothing is left.
+        """Runs all ranks until no action is left.
 
         Args:
-            choose: what a rank runs.
-            most: a makespan that is known.
+            choose: chooses the next action of a rank.
+            most: known makespan to beat.
 
         Returns:
-            Codes of each rank; empty as soon as they would take `most` or longer.
+            Codes of each rank; empty if the schedule would take `most` or longer.
         """
         heap = [(0.0, rank) for rank in range(len(self.rows))]
         wake_at = [0.0] * len(heap)
@@ -124,7 +124,7 @@ class ListScheduler:
     def _executor(
         self, heap: list[tuple[float, int]], wake_at: list[float], spare: list[float]
     ) -> Callable[[int, int], bool]:
-        """Runs a code on the rank on top of the heap; False where it waits too long."""
+        """Runs a code on the rank on top of the heap; False if it waits too long."""
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
         durations, releases = self.table.durations, self.table.releases
         forward_at, backward_at = self.forward_at, self.backward_at
@@ -135,7 +135,7 @@ class ListScheduler:
         def execute(rank: int, code: int) -> bool:
             index, kind = code >> 3, code & 7
             stage = index // count
-            # The rank may have waited for something better; that does not delay this.
+            # The rank may have waited for a better code; that does not delay this code.
             end = free_at[rank]
             if kind != W:
                 at = backward_at[index] if kind else forward_at[index]
@@ -167,7 +167,7 @@ class ListScheduler:
         return execute
 
     def _targets(self) -> list[_Target | None]:
-        """Stage and kind that wait for each code, as `durations` are; or None."""
+        """Target of each code's result, indexed like `durations`; or None."""
         count, forward_at, backward_at = self.count, self.forward_at, self.backward_at
         links, rank_of = self.table.links, self.table.rank_of
         targets: list[_Target | None] = [None for _ in self.table.durations]
@@ -181,7 +181,7 @@ class ListScheduler:
         return targets
 
     def by_rule(self) -> Choice:
-        """Chooses freely among the stages of a rank."""
+        """Returns a choice by the rule, among all stages of a rank."""
         count, held, room = self.count, self.held, self.room
         forward_at, backward_at = self.forward_at, self.backward_at
         next_forward, next_backward = self.next_forward, self.next_backward
@@ -220,7 +220,7 @@ class ListScheduler:
         return choose
 
     def in_order(self, orders: Rows, limits: Sequence[float]) -> Choice:
-        """Chooses the next of each rank's order."""
+        """Returns a choice that follows each rank's order."""
         count, held, weights = self.count, self.held, self.weights
         forward_at, backward_at = self.forward_at, self.backward_at
         releases = self.table.releases
@@ -250,7 +250,7 @@ class ListScheduler:
         return choose
 
     def _spare(self, most: float) -> list[float]:
-        """Time that each rank may wait and still be done before `most`."""
+        """Time that each rank may wait and still finish before `most`."""
         most *= 1 - _TOLERANCE
         return [most - self.count * work for work in self.table.work]
 
@@ -262,17 +262,17 @@ def list_schedule(
     rule: Rule,
     most: float = math.inf,
 ) -> Rows:
-    """Schedules everything by a rule.
+    """Builds a schedule of all actions by a rule.
 
     Args:
         table: the costs.
-        count: microbatches.
-        limits: memory of each rank; at least one microbatch of all of its stages.
-        rule: what a free rank prefers.
-        most: a makespan that is known.
+        count: number of microbatches.
+        limits: memory limit of each rank; at least one microbatch of its stages.
+        rule: preferences of a free rank.
+        most: known makespan to beat.
 
     Returns:
-        Codes of each rank; empty if they would take `most` or longer.
+        Codes of each rank; empty if the schedule would take `most` or longer.
     """
     scheduler = ListScheduler(table, count, limits, rule)
     return scheduler.run(scheduler.by_rule(), most)
@@ -285,19 +285,19 @@ def place_weights(
     limits: Sequence[float],
     most: float = math.inf,
 ) -> Rows:
-    """Keeps the order of F, I and B of each rank, and puts every W where it fits best.
+    """Keeps each rank's order of F, I and B, and moves every W to its best place.
 
-    W runs in waits that are long enough, and where a forward needs its memory.
+    W runs in long enough waits, and before a forward that needs its memory.
 
     Args:
-        orders: codes of each rank; the W among them are dropped.
+        orders: codes of each rank; their W are ignored.
         table: the costs.
-        count: microbatches.
-        limits: memory of each rank. Where an order needs more, it gets more.
-        most: a makespan that is known.
+        count: number of microbatches.
+        limits: memory limit of each rank. An order that needs more exceeds it.
+        most: known makespan to beat.
 
     Returns:
-        Codes of each rank; empty if they would take `most` or longer.
+        Codes of each rank; empty if the schedule would take `most` or longer.
     """
     scheduler = ListScheduler(table, count, limits, Rule())
     return scheduler.run(scheduler.in_order(orders, limits), most)

@@ -1,13 +1,13 @@
 """Published schedules in loop placement: GPipe, 1F1B, ZB-H1, ZB-H2, interleaved.
 
-Those of one stage per rank differ in two numbers per rank: how many forwards run before
-the first backward (`warmup`), and by how many microbatches W follows I (`delay`; None
-is B, unsplit).
+Schedules of one stage per rank differ in two numbers per rank. `warmup` is the number
+of forwards before the first backward. `delay` is the number of microbatches by which W
+follows I; None is B, unsplit.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), ZB-H1
-and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3);
-interleaved 1F1B (Narayanan et al., Megatron-LM, 2021) and its zero-bubble version, in
-the form of torch.distributed.pipelining, whose rounds need not be p microbatches long.
+and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3).
+Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021) and its zero-bubble version, as
+in torch.distributed.pipelining, whose rounds need not be p microbatches long.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def one_f_one_b_rows(num_ranks: int, count: int) -> Rows:
 
 
 def zb_h1_rows(num_ranks: int, count: int) -> Rows:
-    """ZB-H1: 1F1B whose rank k delays W by k; every rank holds at most p."""
+    """ZB-H1: 1F1B with W of rank k delayed by k; every rank holds at most p."""
     return [
         _row(rank, count, warmup=num_ranks - rank, delay=rank)
         for rank in range(num_ranks)
@@ -53,10 +53,10 @@ def zb_h2_rows(num_ranks: int, count: int) -> Rows:
 
 
 def _row(rank: int, count: int, warmup: int, delay: int | None) -> list[int]:
-    """One rank: `warmup` forwards, then a backward and a forward in turn.
+    """One rank's codes: `warmup` forwards, then alternating backwards and forwards.
 
-    W of a microbatch runs as soon as `delay` later ones have had their I. After the
-    last forward a rank waits for each I, so that one W goes between any two.
+    W of a microbatch runs after the I of `delay` later ones. After its last forward a
+    rank waits for each I, so one W runs between any two.
     """
     base = rank * count
     warmup = min(warmup, count)
@@ -83,11 +83,11 @@ def interleaved_rows(
     """Interleaved 1F1B, or interleaved zero-bubble.
 
     Args:
-        num_ranks: ranks.
+        num_ranks: number of ranks.
         chunks: stages per rank.
         count: microbatches; a multiple of the number of rounds, max(1, count // p).
-        zero_bubble: split the backward, and let W follow once the rank is past its
-            first `rank` backwards.
+        zero_bubble: split the backward; W starts after the rank's first `rank`
+            backwards.
 
     Raises:
         ConfigError: the microbatches do not divide into rounds.

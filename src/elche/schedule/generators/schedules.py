@@ -1,4 +1,4 @@
-"""The published schedules by name, for the costs that they will run under."""
+"""The published schedules by name."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def placement_for(
     """The rank of each stage in a published schedule.
 
     Args:
-        name: of `FIXED_SCHEDULES`.
-        num_ranks: ranks.
-        stages_per_rank: None takes 2 where the schedule interleaves, or is in V
-            placement, else 1.
+        name: schedule's name, one of `FIXED_SCHEDULES`.
+        num_ranks: number of ranks.
+        stages_per_rank: stages per rank; None means 2 for interleaved schedules and
+            those in V placement, else 1.
 
     Raises:
-        ConfigError: the schedule does not exist, or not with so many stages.
+        ConfigError: unknown schedule, or a wrong number of stages.
     """
     _check_name(name)
     if num_ranks < 1:
@@ -59,8 +59,8 @@ def placement_for(
 def fits_placement(name: str, costs: PipelineCosts) -> bool:
     """True if a published schedule is defined for the placement of the costs.
 
-    Ranks may come in any order, and some may have no stage: only who shares a rank, and
-    who follows whom, counts.
+    Ranks may be in any order, and some may have no stage. Only the order of stages and
+    their sharing of ranks matters.
     """
     if name == "gpipe":
         return True
@@ -77,15 +77,15 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
     """Makes a published schedule, compute only.
 
     Args:
-        name: of `FIXED_SCHEDULES`.
-        costs: of the stages in the schedule's placement (`placement_for`), with the
-            ranks in any order. The order of actions depends on them only in zb-v,
+        name: schedule's name, one of `FIXED_SCHEDULES`.
+        costs: costs of the stages in the schedule's placement (`placement_for`), with
+            the ranks in any order. The order of actions depends on them only in zb-v,
             v-half and v-min, whose W fill gaps.
-        num_microbatches: of one step.
+        num_microbatches: microbatches per step.
 
     Raises:
-        ConfigError: no such schedule, another placement, a number of microbatches that
-            it does not allow, or more memory than the costs' limits.
+        ConfigError: unknown schedule, wrong placement, unsupported number of
+            microbatches, or more memory than the costs' limits.
     """
     _check_name(name)
     check_microbatches(num_microbatches)
@@ -111,15 +111,15 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
 
 
 def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
-    """Codes of a published schedule, of its versions the one of least makespan.
+    """Codes of a published schedule: its version of least makespan.
 
     Args:
-        name: of `FIXED_SCHEDULES`.
-        table: of renumbered costs.
-        count: microbatches.
+        name: schedule's name, one of `FIXED_SCHEDULES`.
+        table: table of renumbered costs.
+        count: number of microbatches.
 
     Raises:
-        ConfigError: a number of microbatches that it does not allow.
+        ConfigError: unsupported number of microbatches.
     """
     versions = [
         rows if held is None else place_weights(rows, table, count, held)
@@ -136,18 +136,18 @@ def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
 def fixed_orders(
     name: str, table: CostTable, count: int
 ) -> list[tuple[Rows, list[float] | None]]:
-    """The orders of which a published schedule is the shortest.
+    """The versions of a published schedule, of which the shortest is used.
 
-    Each with None, or with the memory of each rank within which `place_weights` puts
-    every W where the costs leave gaps; zb-v exists both ways.
+    Each comes with None, or with the memory limit of each rank for `place_weights`,
+    which moves every W into gaps; zb-v has both versions.
 
     Args:
-        name: of `FIXED_SCHEDULES`.
-        table: of renumbered costs.
-        count: microbatches.
+        name: schedule's name, one of `FIXED_SCHEDULES`.
+        table: table of renumbered costs.
+        count: number of microbatches.
 
     Raises:
-        ConfigError: a number of microbatches that it does not allow.
+        ConfigError: unsupported number of microbatches.
     """
     ranks = table.num_ranks
     if name == "gpipe":
@@ -165,7 +165,7 @@ def fixed_orders(
     if name == "zb-v":
         rows = zb_v_rows(ranks, count)
         return [(rows, None), (rows, peaks(rows, table, count))]
-    # About half and a third of the microbatches that 1F1B holds.
+    # About one half, and one third, of the microbatches that 1F1B holds.
     is_half = name == "v-half"
     steps = V_HALF_STEPS if is_half else V_MIN_STEPS
     bound = min(count, (ranks + 2) // 2 if is_half else (ranks + 4) // 3)
@@ -176,7 +176,7 @@ def fixed_orders(
 
 
 def check_microbatches(num_microbatches: int) -> None:
-    """Raises unless there is work.
+    """Rejects a schedule without microbatches.
 
     Raises:
         ConfigError: there are no microbatches.

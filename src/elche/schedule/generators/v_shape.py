@@ -1,13 +1,12 @@
 """Schedules of two stages per rank in V placement: ZB-V, V-Half, V-Min.
 
-Rank r holds stage r and stage 2p - 1 - r, so the first and the last stage stand on rank
-0 and the loss needs no second trip.
+Rank r holds stage r and stage 2p - 1 - r. The first and the last stage are on rank 0,
+so the loss needs no second trip.
 
-Sources: ZB-V (Qi et al. 2024, section 6; the list is the one for F = I = W, as in
-torch's ``ScheduleZBVZeroBubble``) and V-Half, V-Min (Qi et al., Pipeline Parallelism
-with Controllable Memory, 2024): a *building block* of six slots (F, I and W of both
-stages) repeats every six slots, and how far it is stretched over the ranks sets the
-memory.
+Sources: ZB-V (Qi et al. 2024, section 6; the list for F = I = W, as in torch's
+``ScheduleZBVZeroBubble``) and V-Half, V-Min (Qi et al., Pipeline Parallelism with
+Controllable Memory, 2024). In the latter a *building block* of six slots (F, I and W of
+both stages) repeats every six slots. Its stretch over the ranks determines the memory.
 """
 
 from __future__ import annotations
@@ -74,11 +73,11 @@ V_TWO_THIRDS_STEPS = (2, 2, 2, 2)  # unpublished: between V-Half and ZB-V
 
 
 def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> Rows:
-    """Repeats the shortest building block with given steps; W fills its free slots.
+    """Repeats the shortest building block with given steps and W in its free slots.
 
     Args:
-        num_ranks: ranks.
-        count: microbatches.
+        num_ranks: number of ranks.
+        count: number of microbatches.
         steps: slots per rank of the four passes, `V_MIN_STEPS` or `V_HALF_STEPS`.
     """
     last = 2 * num_ranks - 1
@@ -97,7 +96,7 @@ def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> 
                 )
                 taken.add(free % _SLOTS)
                 events.append((free, stage, W))
-        codes = _SLOTS * count * num_ranks * 16  # more than there are
+        codes = _SLOTS * count * num_ranks * 16  # above every code
         row = sorted(
             (slot + _SLOTS * each) * codes + (stage * count + each) * 8 + kind
             for slot, stage, kind in events
@@ -110,11 +109,11 @@ def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> 
 def _shortest_block(
     num_ranks: int, steps: tuple[int, int, int, int]
 ) -> list[tuple[int, int, int, int]]:
-    """The building block that ends first and in which no two passes collide.
+    """Finds the building block that ends first and in which no two passes collide.
 
     Returns:
         Slots of F, second F, second I and I on each rank, for one microbatch; the next
-        one follows `_SLOTS` later.
+        microbatch follows `_SLOTS` later.
     """
     down, up, down_back, up_back = steps
     hops = num_ranks - 1

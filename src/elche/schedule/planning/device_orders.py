@@ -1,9 +1,9 @@
 """Orders of the devices along the pipeline, the most promising first.
 
-Of up to `ALL_ORDERS` different orders all are tried (devices of one kind, speed and
-memory, without links of their own, are the same). Beyond that a heuristic: as given,
-fast first, slow first, much memory first; and the best of these improved by swapping
-two devices at a time.
+Tries all different orders if there are at most `ALL_ORDERS` (devices of one kind, speed
+and memory, without links of their own, are interchangeable). Beyond that a heuristic:
+as given, fast first, slow first, much memory first; and the best of these improved by
+swapping two devices at a time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SWAPPED_WORK = 64 * 8 * 8 * 48  # orders, devices squared, layers
 
 
 def device_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
-    """Orders of the devices, the one of least sum-bound first.
+    """Orders of the devices, sorted by their least sum-bound.
 
     Args:
-        table: of model and devices.
-        held: microbatches whose activations each device must have room for.
+        table: sums over the profile of model and devices.
+        held: number of microbatches whose activations must fit on each device.
     """
     classes = _classes(table)
     if _number_of_orders(classes) <= ALL_ORDERS:
@@ -40,7 +40,7 @@ def device_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
 
 
 def _swapped_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
-    """Sorted orders, and the best of them improved by swaps."""
+    """Orders sorted by speed and memory, and the best of them improved by swaps."""
     devices = table.profile.devices
     indices = range(len(devices))
     time = {each: table.work(each, 0, len(table.profile.layers)) for each in indices}
@@ -74,7 +74,7 @@ def _swapped_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
 
 
 def _bound(table: ProfileTable, order: tuple[int, ...], held: int) -> tuple[int, float]:
-    """The least sum-bound of an order, after whether it needs what memory there is."""
+    """Least sum-bound of an order, after 0, 1 or 2 for how badly memory limits it."""
     for tight, room in enumerate((held, 1)):
         places = Places(devices=order, held=(room,) * len(order))
         found = best_partition(table, places)
@@ -84,7 +84,7 @@ def _bound(table: ProfileTable, order: tuple[int, ...], held: int) -> tuple[int,
 
 
 def _classes(table: ProfileTable) -> list[list[int]]:
-    """Devices in groups of equal ones; a device with its own link is alone."""
+    """Groups of interchangeable devices; a device with its own link is alone."""
     profile = table.profile
     linked = {each for pair in profile.links for each in pair}
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -100,7 +100,7 @@ def _number_of_orders(classes: list[list[int]]) -> int:
 
 
 def _different_orders(classes: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Every order of the devices, equal ones in the order of their indices."""
+    """Every order of the devices, with interchangeable ones in index order."""
     if not any(classes):
         yield ()
         return

@@ -7,7 +7,7 @@ backward, all of it in I). Activations as Korthikanti et al. (Reducing Activatio
 Recomputation in Large Transformer Models, 2022) count them: 34 h bytes per token in 16
 bits, and 5 a s for the attention scores of a heads where they are kept; W needs 32 h of
 them (Qi et al., Zero Bubble Pipeline Parallelism, 2024). Operations outside matmuls are
-not counted, nor how far a device stays below its peak: give the rate that its matmuls
+not counted, nor a device's gap to its peak rate: specify the rate that its matmuls
 reach.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from elche.errors import ConfigError
 from elche.schedule.planning.profile import ANY_KIND, LayerProfile, LayerTimes
 
-_STATE_BYTES = 4  # parameters are held in 32 bits, whatever computes
+_STATE_BYTES = 4  # parameters are held in 32 bits, whatever the compute dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,13 @@ class GptSize:
     """A GPT and its microbatch.
 
     Attributes:
-        blocks: transformer blocks.
+        blocks: number of transformer blocks.
         hidden: width, h.
-        heads: of attention.
-        vocabulary: tokens that there are.
-        sequence: tokens of a sample, s.
-        samples: of a microbatch.
-        bytes_per_value: of activations; 2 in 16 bits, 4 in 32.
+        heads: number of attention heads, a.
+        vocabulary: size of the vocabulary.
+        sequence: tokens per sample, s.
+        samples: samples per microbatch.
+        bytes_per_value: bytes per activation value; 2 in 16 bits, 4 in 32.
         keeps_scores: whether attention keeps its scores for the backward; flash
             attention does not.
     """
@@ -61,14 +61,14 @@ class GptSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
+        """Tokens per microbatch."""
         return self.samples * self.sequence
 
 
 def gpt_layers(size: GptSize) -> tuple[LayerProfile, ...]:
-    """The embedding, the blocks and the head; times are numbers of operations.
+    """The embedding, the blocks and the head; times are counts of operations.
 
-    So a device's speed is the operations per second that its matmuls reach.
+    A device's speed is then the operations per second that its matmuls reach.
     """
     hidden, tokens = size.hidden, size.tokens
     message = tokens * hidden * size.bytes_per_value
@@ -104,7 +104,7 @@ def gpt_layers(size: GptSize) -> tuple[LayerProfile, ...]:
 def _times(
     tokens: int, forward: int, inputs: int, weights: int
 ) -> dict[str, LayerTimes]:
-    """Operations of F, I and W, from those per token."""
+    """Operations of F, I and W of a microbatch, from those per token."""
     times = LayerTimes(
         forward_s=tokens * forward,
         input_gradient_s=tokens * inputs,

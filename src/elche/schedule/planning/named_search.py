@@ -1,7 +1,7 @@
-"""Partitions for one published schedule, under its own times and its own memory.
+"""Partition search for one published schedule, under its own times and memory.
 
-Where there are few, all of them are tried in the order of a bound that no schedule
-beats, until the bound is above the best; else layers move from good ones on.
+If there are few partitions, tries all of them in the order of a lower bound until the
+bound exceeds the best step. Then moves layers, starting from the best partition.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from elche.schedule.planning.partition_search import (
     loads_of,
 )
 
-ALL_PARTITIONS = 3_000  # so many are tried one by one
-SEARCHED_ACTIONS = 60_000  # timed for one schedule, roughly
+ALL_PARTITIONS = 3_000  # most partitions that are tried exhaustively
+SEARCHED_ACTIONS = 60_000  # approximate budget of timed actions per schedule
 _TOLERANCE = 1e-9
 
 
 @final
 class NamedSearch:
-    """The best partition for one schedule.
+    """Finds the best partition for one schedule.
 
     Args:
         evaluator: times partitions.
-        name: of the schedule, one of `FIXED_SCHEDULES`.
-        stages: of each device, where the schedule takes several.
-        ranks: numbers of devices that may get layers.
+        name: the schedule's name, one of `FIXED_SCHEDULES`.
+        stages: stages per device, where the schedule allows several.
+        ranks: numbers of devices to try.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NamedSearch:
         self.least = NEVER
 
     def run(self, starts: Iterable[Partition]) -> None:
-        """Searches, from these partitions on."""
+        """Searches, starting from these partitions."""
         until = self._evaluator.actions + SEARCHED_ACTIONS
         for each in starts:
             self._try(each)
@@ -78,7 +78,7 @@ class NamedSearch:
 
     @property
     def reason(self) -> str:
-        """Reason why the schedule is not defined for so many devices, or ""."""
+        """Why the schedule is not defined for this number of devices, or ""."""
         return next(iter(self._undefined.values()), "")
 
     def _measure(self, until: int, partition: Partition, _: Measure) -> Measure | None:

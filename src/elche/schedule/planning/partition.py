@@ -1,13 +1,13 @@
-"""Contiguous layers to devices: the partition of least sum-bound, exactly.
+"""Contiguous layers on devices: the exact partition of least sum-bound.
 
-The objective is a makespan that no schedule beats where each device has one stage: the
-time until the first microbatch reaches a device, messages included, plus all its work;
-the largest of the devices. The link before a device counts like one: its messages pass
-one after another, each direction for itself.
+The objective is a lower bound of the makespan if each device has one stage. It is the
+maximum over the devices of the time until the first microbatch arrives, messages
+included, plus all their work. The link before a device counts like a device: its
+messages pass one after another, separately in each direction.
 
-The dynamic program runs from the model's end to its beginning. What the earlier devices
-do only delays the later ones, so that the best end for a device and its first layer is
-the same whatever came before. It costs O(k L^2 + k^2 L) for L layers and k places.
+The dynamic program runs from the model's end to its beginning. Earlier devices only
+delay later ones, so the best end for a device and its first layer does not depend on
+them. It costs O(k L^2 + k^2 L) for L layers and k places.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Partition:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Devices by rank in the pipeline: in the order of their first stages."""
+        """Device of each pipeline rank: in the order of their first stages."""
         return tuple(dict.fromkeys(self.devices))
 
     @property
@@ -62,11 +62,11 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Possible places of stages, in the model's order.
+    """Candidate places of stages, in the model's order.
 
     Attributes:
         devices: device of each place; a device may have several.
-        held: microbatches whose activations each place must have room for.
+        held: number of microbatches whose activations must fit, at each place.
         may_be_empty: whether a place may get no layers.
     """
 
@@ -79,13 +79,13 @@ class ProfileTable:
     """Sums over the layers of a profile, for the inner loops.
 
     Attributes:
-        times: per device, seconds of F, I, W and B of one microbatch, each in the
-            layers before each index.
-        state: bytes of parameters and their state, likewise.
-        activation, kept: bytes of one microbatch, likewise; in whole bytes, so that
-            sums are exact.
-        memory: per device, whole bytes.
-        has_whole_backward: whether any layer has a time of its own for B.
+        times: seconds of F, I, W and B per device and microbatch, as prefix sums over
+            the layers.
+        state: bytes of parameters, gradients and optimizer state, as prefix sums.
+        activation, kept: bytes of one microbatch, as prefix sums; in whole bytes, so
+            that sums are exact.
+        memory: whole bytes of each device.
+        has_whole_backward: whether any layer has its own time for B.
     """
 
     def __init__(self, profile: PipelineProfile, num_microbatches: int) -> None:
@@ -123,18 +123,18 @@ class ProfileTable:
         )
 
     def work(self, device: int, begin: int, end: int) -> float:
-        """Seconds of a stage in a step: F, and the cheaper of B and I + W."""
+        """Seconds of a stage per step: F, and the cheaper of B and I + W."""
         parts = (sums[end] - sums[begin] for sums in self.times[device])
         forward, inputs, weights, whole = parts
         return self.count * (forward + min(whole, inputs + weights))
 
     def message_s(self, boundary: int, one: int, other: int) -> tuple[float, float]:
-        """Time of a message, and the part for which it occupies the link.
+        """Time of a message, and the time for which it occupies the link.
 
         Args:
-            boundary: index of the layer that receives it.
-            one: index of the device that sends.
-            other: of the one that receives.
+            boundary: index of the layer that receives the message.
+            one: index of the sending device.
+            other: index of the receiving device.
         """
         if one == other:
             return 0.0, 0.0
@@ -143,7 +143,7 @@ class ProfileTable:
         return link.latency_s + transfer, transfer
 
     def busy_s(self, boundary: int, device: int, other: int) -> float:
-        """Time for which a message keeps one of its two devices busy; as above."""
+        """Time for which a message keeps `device` busy; arguments as above."""
         if device == other:
             return 0.0
         one = self.profile.devices[device]
@@ -152,7 +152,7 @@ class ProfileTable:
         )
 
     def state_bytes(self, partition: Partition) -> list[float]:
-        """Bytes of parameters and their state of each rank."""
+        """Bytes of parameters, gradients and optimizer state of each rank."""
         bounds, ranks = partition.boundaries, partition.ranks
         held = [0.0] * len(ranks)
         for stage, rank in enumerate(partition.placement):
@@ -161,15 +161,14 @@ class ProfileTable:
 
 
 def best_partition(table: ProfileTable, places: Places) -> Partition | None:
-    """The partition of least sum-bound for places in a given order.
+    """Partition of least sum-bound for places in a given order.
 
     Args:
-        table: of model and devices.
-        places: the stages that there may be. A device's memory is divided evenly among
-            its places.
+        table: sums over the profile of model and devices.
+        places: candidate stages. A device's memory is divided evenly among its places.
 
     Returns:
-        None if none fits the memory.
+        None if no partition fits the memory.
     """
     num_layers, devices = len(table.profile.layers), places.devices
     best = [[math.inf] * (num_layers + 1) for _ in devices]
@@ -196,8 +195,8 @@ def best_partition(table: ProfileTable, places: Places) -> Partition | None:
 def sum_bound(table: ProfileTable, partition: Partition) -> float:
     """The objective of `best_partition`, in seconds.
 
-    A makespan that no schedule beats where each device has one stage. With several
-    stages on a device each stage counts for itself.
+    A lower bound of the makespan if each device has one stage. With several stages on a
+    device each stage counts separately.
     """
     bounds, devices = partition.boundaries, partition.devices
     reached = most = 0.0
@@ -216,9 +215,9 @@ def sum_bound(table: ProfileTable, partition: Partition) -> float:
 def _continuations(
     table: ProfileTable, places: Places, best: list[list[float]], place: int
 ) -> tuple[list[float], list[int]]:
-    """By the layer at which a place ends: the least bound of the rest, and its place.
+    """Least bound of the rest and its place, by the layer at which `place` ends.
 
-    The bound counts from when the first microbatch leaves the place.
+    The bound starts when the first microbatch leaves the place.
     """
     num_layers, devices = len(table.profile.layers), places.devices
     rest = [math.inf] * (num_layers + 1)
@@ -245,7 +244,7 @@ def _fill(
     best: list[float],
     ends: list[int],
 ) -> None:
-    """By the layer at which a place begins: the least bound, and where it ends."""
+    """Least bound, and where the place ends, by the layer at which it begins."""
     device, held = places.devices[place], places.held[place]
     forward, inputs, weights, backward = table.times[device]
     three = zip(forward, inputs, weights, strict=True)
@@ -283,11 +282,11 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
     """Costs of a partition's stages, in seconds and bytes.
 
     Args:
-        table: of model and devices.
-        partition: of its layers. Its ranks are those of the costs.
+        table: sums over the profile of model and devices.
+        partition: partition of the layers; its ranks become those of the costs.
 
     Raises:
-        ConfigError: a device's memory does not hold its parameters and their state.
+        ConfigError: a device's memory is too small for its parameters and their state.
     """
     bounds, devices = partition.boundaries, partition.devices
     stages, links = [], []
@@ -340,8 +339,8 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
 def link_bound(table: ProfileTable, partition: Partition) -> float:
     """Seconds until the busiest link has carried a step's messages of one direction.
 
-    `timing` lets messages overlap each other; no step is shorter than this. Counted
-    from the first microbatch's forward, until it first reaches the link.
+    `timing` lets messages overlap each other, so no step is shorter than this. Includes
+    the time until the first microbatch's forward reaches the link.
     """
     bounds, devices = partition.boundaries, partition.devices
     ends: dict[tuple[int, int], float] = {}

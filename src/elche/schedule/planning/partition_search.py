@@ -1,7 +1,7 @@
-"""Partitions timed, balanced and refined by simulation.
+"""Search for partitions by simulated step time.
 
-What is searched depends on the profile alone, never on a clock, so that all ranks find
-the same plan.
+The search depends only on the profile, never on a clock, so that all ranks find the
+same plan.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from elche.schedule.planning.partition import (
 )
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
-_LEAST_ACTIONS = 500  # `auto` on a short schedule costs as much as on one of these
-_LIST_COST = 4  # a list schedule takes about as long as timing four
+_LEAST_ACTIONS = 500  # minimum cost of one `auto` call, in timed actions
+_LIST_COST = 4  # cost of a list schedule, in timings of the same size
 _TOLERANCE = 1e-9
 NEVER = (math.inf, math.inf)
 
 Measure = tuple[float, float]
-"""The cost to minimise: bytes that the worst rank lacks, and the step's seconds."""
+"""Cost to minimise: bytes missing on the worst rank, then the step's seconds."""
 
 
 class Evaluator:
-    """Simulated step times of partitions, with schedules that are quickly made.
+    """Simulates step times of partitions under schedules that are cheap to build.
 
     Attributes:
-        actions: timed so far, as a measure of effort.
+        actions: number of actions timed so far, as a measure of effort.
     """
 
     def __init__(self, table: ProfileTable) -> None:
@@ -51,20 +51,20 @@ class Evaluator:
         self._orders: dict[tuple[int, ...], list[Rows]] = {}
 
     def step_s(self, partition: Partition) -> float:
-        """Seconds of a step; infinite if the memory does not hold it."""
+        """Seconds of a step; infinite if the partition exceeds the memory."""
         if partition not in self._times:
             self._times[partition] = self._measure(partition)
         return self._times[partition]
 
     def measure(self, name: str, partition: Partition) -> tuple[float, float]:
-        """Bytes that a published schedule lacks on the worst rank, and its step time.
+        """Missing bytes of the worst rank, and the step time, of a published schedule.
 
         Args:
-            name: of the schedule.
-            partition: in its placement.
+            name: the schedule's name.
+            partition: partition in the schedule's placement.
 
         Raises:
-            ConfigError: it is not defined for this number of microbatches.
+            ConfigError: the schedule is not defined for this number of microbatches.
         """
         costs = CostTable(costs_of(self.table, partition))
         count = self.table.count
@@ -76,7 +76,7 @@ class Evaluator:
         return max(0.0, lack), max(time, link_bound(self.table, partition))
 
     def ranked(self) -> list[Partition]:
-        """All partitions that were timed and fit the memory, the best first."""
+        """All timed partitions that fit the memory, sorted by step time."""
         timed = [each for each, time in self._times.items() if time < math.inf]
         return sorted(timed, key=self.step_s)
 
@@ -100,7 +100,7 @@ class Evaluator:
         return max(best, link_bound(table, partition))
 
     def _rows(self, placement: tuple[int, ...]) -> list[Rows]:
-        """Orders that do not depend on costs; none for an unusual placement."""
+        """Action orders that do not depend on costs; none for an unusual placement."""
         if placement not in self._orders:
             self._orders[placement] = self._make_rows(placement)
         return self._orders[placement]
@@ -141,14 +141,14 @@ def descend(
     least: Measure,
     measure: Callable[[Partition, Measure], Measure | None],
 ) -> Partition:
-    """Moves layers between stages, one at a time, while a measure gets less.
+    """Moves layers between stages, one at a time, while the measure decreases.
 
     Args:
-        table: of model and devices.
+        table: sums over the profile of model and devices.
         start: the first partition.
-        least: its measure.
-        measure: of a partition, beside the least one so far; None once the search has
-            cost enough.
+        least: measure of `start`.
+        measure: measures a partition, given the least measure so far; returns None
+            when the budget is spent.
 
     Returns:
         A partition at least as good as `start`.
@@ -167,12 +167,12 @@ def descend(
 
 
 def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
-    """Descends by the simulated step.
+    """Descends by the simulated step time.
 
     Args:
         evaluator: times partitions.
         start: a partition that fits.
-        actions: to time at most, roughly.
+        actions: approximate budget of timed actions.
     """
     limit = evaluator.actions + actions
 
@@ -188,13 +188,13 @@ def polish(
     step_s: Callable[[Partition], float],
     actions: int,
 ) -> Partition:
-    """Descends by a dear measure, without what cannot be better by its bounds.
+    """Descends by an expensive measure, skipping partitions by their lower bounds.
 
     Args:
-        table: of model and devices.
+        table: sums over the profile of model and devices.
         start: a partition that fits.
-        step_s: seconds of a step.
-        actions: in all schedules that are measured, roughly.
+        step_s: computes the seconds of a step.
+        actions: approximate budget of actions, over all measured schedules.
     """
 
     def measure(moved: Partition, least: Measure) -> Measure | None:
@@ -210,7 +210,7 @@ def polish(
 
 
 def _least_s(table: ProfileTable, partition: Partition) -> float:
-    """A step time that no schedule of a partition beats."""
+    """Lower bound of a partition's step time under any schedule."""
     busiest = table.count * max(CostTable(costs_of(table, partition)).work)
     return max(busiest, link_bound(table, partition))
 
@@ -218,8 +218,8 @@ def _least_s(table: ProfileTable, partition: Partition) -> float:
 def balanced(table: ProfileTable, start: Partition) -> Partition:
     """Descends by the busiest device's work.
 
-    For several stages per device, where the exact partition balances the stages and
-    not the devices.
+    For several stages per device, where the exact partition balances stages instead of
+    devices.
 
     Returns:
         A partition that fits, in the placement of `start`.
@@ -246,9 +246,9 @@ def loads_of(table: ProfileTable, partition: Partition) -> dict[int, float]:
 
 
 def moved_layers(table: ProfileTable, partition: Partition) -> Iterator[Partition]:
-    """One layer from a stage to another; the stages between pass theirs on.
+    """Moves one layer from a stage to another; the stages between shift by one layer.
 
-    From busy devices to idle ones first.
+    Moves from busy devices to idle ones come first.
     """
     sizes, load = partition.sizes, loads_of(table, partition)
     stages = range(len(sizes))

@@ -1,7 +1,7 @@
 """Model and devices from a TOML file, as `elche plan pipeline` reads it.
 
-The format is `PIPELINE_FILE_FORMAT`, which the command shows as help. Every mistake is
-named with its table.
+The format is `PIPELINE_FILE_FORMAT`, which the command shows as help. Every error names
+its table.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ In place of layers, a GPT by its size, whose operations are counted:
 
 
 def read_pipeline_file(raw: Mapping[str, Any]) -> tuple[PipelineProfile, int | None]:
-    """Model and devices, and the microbatches of a step where the file names them.
+    """Model and devices, and the microbatches per step if the file names them.
 
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
@@ -116,7 +116,7 @@ def _layers(raw: Mapping[str, Any]) -> tuple[LayerProfile, ...]:
 
 
 def _times(table: Mapping[str, Any], where: str) -> dict[str, LayerTimes]:
-    """Times by kind; a plain list is for every kind."""
+    """Times by kind; a plain list applies to every kind."""
     raw, backward = table.get("times_s"), table.get("backward_s")
     by_kind = raw if isinstance(raw, dict) else {ANY_KIND: raw}
     times = {}
@@ -142,7 +142,7 @@ def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
             raise ConfigError(
                 f"{where}: flops_per_s goes with [gpt], speed and kind with [[layer]]"
             )
-        # With [gpt] a layer's time is its operations, and a device's speed its rate.
+        # With [gpt] layer times are operation counts, and a device's speed its rate.
         rate = number(table, "flops_per_s", where, 1.0)
         device = read_table(
             DeviceProfile,

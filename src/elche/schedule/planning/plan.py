@@ -1,4 +1,4 @@
-"""A plan and its parts: the planner's question and answer."""
+"""A plan and its parts: the planner's input and output."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PlanConfig:
     """Request to the planner.
 
     Attributes:
-        num_microbatches: of one step.
+        num_microbatches: microbatches per step.
         schedule: ``auto``, or one of `FIXED_SCHEDULES`.
-        stages_per_device: of the interleaved schedules.
+        stages_per_device: stages per device of the interleaved schedules.
         use_all_devices: give every device at least one layer.
     """
 
@@ -49,17 +49,17 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule on a partition, timed.
+    """A timed schedule on a partition.
 
     Attributes:
-        name: of the schedule.
+        name: the schedule's name.
         partition: layers of each stage; its ranks are the schedule's.
-        schedule: compute only.
-        costs: in seconds and bytes, memory limits included.
-        timing: of the schedule.
+        schedule: the schedule, compute only.
+        costs: costs in seconds and bytes, memory limits included.
+        timing: simulated times of the schedule.
         step_s: predicted time of a step: the makespan, or the busiest link's time.
-        state_bytes: parameters and their state, of each rank.
-        missing_bytes: by which the rank that lacks most misses its memory; 0 if none.
+        state_bytes: bytes of parameters, gradients and optimizer state of each rank.
+        missing_bytes: largest memory shortage of a rank; 0 if none.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Most that each rank holds: parameters, their state, and activations."""
+        """Peak memory of each rank: parameters, their state and activations."""
         return tuple(
             state + peak
             for state, peak in zip(
@@ -84,12 +84,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Cost of another schedule, with the best partition found for it.
+    """Another schedule, with the best partition found for it.
 
     Attributes:
-        name: of the schedule.
-        candidate: None where it cannot run at all.
-        reason: why it cannot run, or what memory it lacks; empty if it fits.
+        name: the schedule's name.
+        candidate: the timed schedule; None if it cannot run at all.
+        reason: why it cannot run, or the memory shortage; empty if it fits.
     """
 
     name: str
@@ -102,14 +102,14 @@ class Plan:
     """The plan of a step.
 
     Attributes:
-        chosen: what to run.
+        chosen: the schedule and partition to run.
         alternatives: every published schedule, and auto, by name.
         equal_split: 1F1B on the same number of layers per device, for comparison; None
-            where there are fewer layers than devices or the memory does not hold it.
+            if there are fewer layers than devices or the memory is too small.
         unused: indices of the devices without layers.
-        ideal_s: all devices busy all the time, at the sum of their speeds.
-        bound_s: the least sum-bound found (`best_partition`): with whole layers and one
-            stage per device, and without a wait after the first microbatch.
+        ideal_s: step time if all devices were always busy, at the sum of their speeds.
+        bound_s: least sum-bound found (`best_partition`): whole layers, one stage per
+            device, and no wait after the first microbatch.
     """
 
     chosen: Candidate
@@ -121,10 +121,10 @@ class Plan:
 
 
 def ideal_step_s(profile: PipelineProfile, num_microbatches: int) -> float:
-    """Time of a step if the work divided as speeds do and nobody ever waited.
+    """Time of a step if work divided exactly by speed and no device ever waited.
 
-    The whole model's work over the sum of the devices' speeds, each of which is one
-    over the time that it would need alone.
+    The whole model's work over the sum of the devices' speeds. A device's speed is one
+    over its time for the whole model alone.
     """
     table = ProfileTable(profile, num_microbatches)
     layers = len(profile.layers)
@@ -136,7 +136,7 @@ SHOWN_RANKS = 32
 
 
 def figures(plan: Plan, profile: PipelineProfile) -> dict[str, Any]:
-    """Figures for the JSON."""
+    """The plan's figures for JSON output."""
     chosen = plan.chosen
     return {
         "schedule": chosen.schedule.name,
@@ -165,7 +165,7 @@ def figures(plan: Plan, profile: PipelineProfile) -> dict[str, Any]:
 
 
 def summary(plan: Plan, profile: PipelineProfile) -> str:
-    """The plan for people."""
+    """Human-readable text of the plan."""
     chosen = plan.chosen
     ratio = (
         f", {chosen.step_s / plan.ideal_s:.3f} times the ideal" if plan.ideal_s else ""
@@ -203,7 +203,7 @@ def summary(plan: Plan, profile: PipelineProfile) -> str:
 
 
 def _table(plan: Plan) -> list[str]:
-    """Table of each schedule's cost, with the partition that suits it best."""
+    """Table of each schedule's cost on its best partition."""
     lines = ["alternatives        step_time_s   vs plan   most memory"]
     for each in plan.alternatives:
         if each.candidate is None:

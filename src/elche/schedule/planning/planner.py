@@ -4,8 +4,8 @@
    partition (`partition`) for the best orders of the devices, with room for one, some
    or many microbatches.
 2. All are timed; the best are refined by moving layers while the simulated step gets
-   shorter, and by leaving devices out.
-3. Every published schedule, and `auto`, on the best of them; for `auto`, layers move
+   shorter, and by dropping devices.
+3. Every published schedule and `auto` run on the best of them; for `auto`, layers move
    once more. The shortest step that fits the memory is the plan; the others are listed
    as its alternatives.
 """
@@ -54,23 +54,23 @@ from elche.schedule.planning.plan import (
 from elche.schedule.planning.profile import PipelineProfile
 from elche.schedule.timing import simulate
 
-REFINED_ACTIONS = 100_000  # timed while one partition is refined
+REFINED_ACTIONS = 100_000  # budget of timed actions to refine one partition
 KEPT_ORDERS = 4
 REFINED_STARTS = 2
-TRIES = 12  # partitions for each published schedule...
-TRIED_ACTIONS = 40_000  # ...with about so many actions in all of them
+TRIES = 12  # most partitions tried per published schedule...
+TRIED_ACTIONS = 40_000  # ...and their total budget of actions
 AUTO_PLACEMENTS = 4
 AUTO_PARTITIONS = 2  # in each placement
-POLISHED_ACTIONS = 12_000  # in schedules of `auto` on partitions around the best
+POLISHED_ACTIONS = 12_000  # budget for `auto` schedules around the best partition
 _TOLERANCE = 1e-9
 
 
 def plan_pipeline(profile: PipelineProfile, config: PlanConfig) -> Plan:
-    """Chooses partition and schedule of least step time that fit the memory.
+    """Chooses the partition and schedule of least step time that fit the memory.
 
     Raises:
         ConfigError: more devices than layers where all must be used, no partition fits
-            the memory, or the schedule that was asked for cannot run.
+            the memory, or the requested schedule cannot run.
     """
     search = _PlanSearch(profile, config)
     search.find_partitions()
@@ -102,7 +102,7 @@ def plan_pipeline(profile: PipelineProfile, config: PlanConfig) -> Plan:
 
 
 class _PlanSearch:
-    """Partitions that are worth a schedule, and schedules on them."""
+    """Search for good partitions, and for schedules on them."""
 
     def __init__(self, profile: PipelineProfile, config: PlanConfig) -> None:
         self.profile, self.config = profile, config
@@ -110,7 +110,7 @@ class _PlanSearch:
         self.count = config.num_microbatches
         self.evaluator = Evaluator(self.table)
         self.exact: dict[Partition, None] = {}
-        self.starts: list[Partition] = []  # the best of each shape before refinement
+        self.starts: list[Partition] = []  # best partition per shape before refinement
         self.bound_s = math.inf
 
     def find_partitions(self) -> None:
@@ -144,7 +144,7 @@ class _PlanSearch:
                 self._refined(self._partitions(orders, self.config.stages_per_device))
 
     def alternative(self, name: str) -> Alternative:
-        """A schedule on the partition that suits it best."""
+        """A schedule on its best partition."""
         if name == "auto":
             return Alternative(name=name, candidate=self._auto())
         stages = self.config.stages_per_device if name in LOOPED else None
@@ -166,7 +166,7 @@ class _PlanSearch:
         )
 
     def _auto(self) -> Candidate:
-        """The best of `auto`, with layers moved while that makes it better."""
+        """The best `auto` schedule, with layers moved while that shortens the step."""
         made = {each: self._candidate("auto", each) for each in self._for_auto()}
 
         def step_s(partition: Partition) -> float:
@@ -178,7 +178,7 @@ class _PlanSearch:
         return made[best]
 
     def equal_split(self) -> Candidate | None:
-        """1F1B with as many layers on each device, in the order of the profile."""
+        """1F1B with equally many layers per device, in the order of the profile."""
         devices, layers = len(self.profile.devices), len(self.profile.layers)
         if devices > layers:
             return None
@@ -208,7 +208,7 @@ class _PlanSearch:
         return list(found)
 
     def _rooms(self, ranks: int, stages: int) -> list[tuple[int, ...]]:
-        """Numbers of microbatches that each place has room for."""
+        """Numbers of microbatches to reserve memory for, at each place."""
         places, most = ranks * stages, min(self.count, ranks)
         if all(each.memory_bytes == math.inf for each in self.profile.devices):
             return [(1,) * places]
@@ -217,7 +217,7 @@ class _PlanSearch:
         return list(dict.fromkeys(rooms))
 
     def _refined(self, starts: list[Partition]) -> Partition:
-        """The best of all partitions so far, once the best starts are refined."""
+        """Refines the best starts and returns the best partition so far."""
         fitting = [one for one in starts if self.evaluator.step_s(one) < math.inf]
         fitting += [
             balanced(self.table, each)
@@ -231,7 +231,7 @@ class _PlanSearch:
         return self.evaluator.ranked()[0]
 
     def _leave_devices_out(self, best: Partition) -> Partition:
-        """Leaves out devices one by one while the simulated step gets shorter."""
+        """Drops devices one by one while the simulated step gets shorter."""
         improved = not self.config.use_all_devices
         while improved and len(best.ranks) > 1:
             orders = [
@@ -247,13 +247,13 @@ class _PlanSearch:
         return best
 
     def _numbers_of_ranks(self, name: str) -> range:
-        """Numbers of devices for a schedule; several where it has several stages."""
+        """Numbers of devices to try for a schedule; at least 2 if it needs several."""
         devices = len(self.profile.devices)
         least = devices if self.config.use_all_devices else 1
         return range(max(least, 2 if name in LOOPED + V_SHAPED else 1), devices + 1)
 
     def _suiting(self, name: str) -> Iterator[Partition]:
-        """Partitions with the stages of a schedule, half of them before refinement."""
+        """Partitions in a schedule's placement, alternating refined and exact ones."""
         stages = self.config.stages_per_device if name in LOOPED else None
         ranked = self.evaluator.ranked()
         exact = [each for each in ranked if each in self.exact]
@@ -269,7 +269,7 @@ class _PlanSearch:
         yield from dict.fromkeys(each for each in mixed if each is not None)
 
     def _for_auto(self) -> list[Partition]:
-        """The best partitions of each placement, and the best before refinement."""
+        """Best partitions of each placement, and the best start of each shape."""
         by_placement: dict[tuple[int, ...], list[Partition]] = {}
         for each in self.evaluator.ranked():
             by_placement.setdefault(each.placement, []).append(each)
@@ -283,7 +283,7 @@ class _PlanSearch:
     def _affordable(
         self, partitions: Iterable[Partition], most: int | None
     ) -> Iterator[Partition]:
-        """The first ones, as many as `TRIED_ACTIONS` allow; at least one."""
+        """The first partitions within the `TRIED_ACTIONS` budget; at least one."""
         left = TRIED_ACTIONS
         for each in islice(partitions, most):
             yield each
@@ -310,7 +310,7 @@ class _PlanSearch:
         return replace(found, missing_bytes=max(0.0, *self._lacks(found)))
 
     def _lacks(self, candidate: Candidate) -> list[float]:
-        """Bytes by which each rank misses its device's memory; negative where not."""
+        """Memory shortage of each rank in bytes; negative if memory is left."""
         return [
             needed - self.table.memory[device]
             for needed, device in zip(
@@ -329,7 +329,7 @@ class _PlanSearch:
         return "no partition into its stages fits the memory"
 
     def _shortage(self) -> str:
-        """Memory that the layers need, and that there is, in words."""
+        """Message that compares the layers' memory with the devices'."""
         rooms = [each.memory_bytes for each in self.profile.devices]
         pairs = zip(self.table.state, self.table.activation, strict=True)
         sums = [state + activation for state, activation in pairs]

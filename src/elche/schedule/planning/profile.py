@@ -1,7 +1,7 @@
 """Measured profiles of layers and devices: the planner's input.
 
-Times and bytes are for one microbatch. A layer has times per *kind* of device; a
-device's `speed` scales those of its kind, so that a kind is measured once.
+Times and bytes are per microbatch. A layer has times per *kind* of device; a device's
+`speed` scales the times of its kind, so that each kind is measured once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from elche.errors import ConfigError
 
 LINK_EFFICIENCY = 0.8
-"""Default where a rate is declared: reductions behind links shaped to 10 and 100 Mbit/s
-take 1.1 to 1.4 times what their bytes ask for, if the cores keep up
+"""Default efficiency of a declared rate. Reductions over links shaped to 10 and 100
+Mbit/s take 1.1 to 1.4 times their ideal time, if the cores keep up
 (docs/benchmarks.md, "Behind a slow link").
 """
 ANY_KIND = ""
@@ -23,15 +23,15 @@ ADAM_STATE_FACTOR = 4.0  # parameter, gradient and Adam's two moments, of one dt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """One layer on one kind of device, for one microbatch.
+    """Times of one layer on one kind of device, for one microbatch.
 
     Attributes:
         forward_s: time of F.
         input_gradient_s: time of I.
         weight_gradient_s: time of W.
         backward_s: time of B, the whole backward at once; None means I + W.
-        message_s: for which sending its output to another device, or receiving it
-            there, keeps this one busy.
+        message_s: time for which sending its output to another device, or receiving it
+            there, keeps this device busy.
     """
 
     forward_s: float
@@ -60,12 +60,12 @@ class LayerProfile:
     """One layer.
 
     Attributes:
-        times: by kind of device; `ANY_KIND` stands for kinds that are not listed.
-        name: for messages.
-        activation_bytes: of one microbatch; taken by F, free after B or W.
+        times: times by kind of device; `ANY_KIND` is the default for unlisted kinds.
+        name: layer's name for messages.
+        activation_bytes: bytes per microbatch, held from F to B or W.
         kept_for_weight_bytes: the part that W needs, I frees the rest; None means all.
-        output_bytes: the message to the next layer's device; its gradient is as large.
-        parameter_bytes: of parameters alone, see `PipelineProfile.state_factor`.
+        output_bytes: size of the message to the next device; its gradient is as large.
+        parameter_bytes: bytes of parameters alone, see `PipelineProfile.state_factor`.
     """
 
     times: Mapping[str, LayerTimes]
@@ -92,7 +92,7 @@ class LayerProfile:
         """Times on a kind of device.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: the layer has no times for this kind.
         """
         found = self.times.get(kind, self.times.get(ANY_KIND))
         if found is None:
@@ -109,10 +109,10 @@ class DeviceProfile:
     """One device.
 
     Attributes:
-        name: for the plan and in links.
-        kind: whose layer times it has...
-        speed: ...divided by this.
-        memory_bytes: that parameters, their state and activations may fill.
+        name: device's name in the plan and in links.
+        kind: kind that selects the layer times.
+        speed: divisor of those times.
+        memory_bytes: memory for parameters, gradients, optimizer state, activations.
     """
 
     name: str
@@ -135,13 +135,13 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """A way between two devices, both directions at once.
+    """A link between two devices, full duplex.
 
     Attributes:
-        latency_s: of a message, whatever its size.
-        bytes_per_s: in each direction, as the link is sold.
-        efficiency: part of that which payload reaches; 1.0 where ``bytes_per_s`` was
-            measured with payload.
+        latency_s: latency of a message of any size.
+        bytes_per_s: nominal rate per direction.
+        efficiency: payload's fraction of the rate; 1.0 if ``bytes_per_s`` was measured
+            with payload.
     """
 
     latency_s: float = 0.0
@@ -161,13 +161,13 @@ class LinkProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineProfile:
-    """A model and the devices that are to train it.
+    """A model and the devices to train it on.
 
     Attributes:
-        layers: in the model's order.
-        devices: in any order.
-        link: between devices without a link of their own.
-        links: by two device indices, the lower one first.
+        layers: layers in the model's order.
+        devices: devices in any order.
+        link: default link between two devices.
+        links: own links, by two device indices, the lower index first.
         state_factor: bytes that a device holds per byte of parameters: the parameter,
             its gradient, the optimizer's state. 4 is Adam in one dtype.
     """
@@ -203,7 +203,7 @@ class PipelineProfile:
                 layer.times_on(device.kind)
 
     def link_between(self, one: int, other: int) -> LinkProfile:
-        """The link of two devices, by index."""
+        """Link between two devices, given by index."""
         return self.links.get((min(one, other), max(one, other)), self.link)
 
 
@@ -218,10 +218,10 @@ def _check_amount(name: str, value: float) -> None:
 
 
 def check_efficiency(efficiency: float) -> None:
-    """Refuses what no link can have.
+    """Rejects an efficiency outside (0, 1].
 
     Raises:
-        ConfigError: it is not above 0 and at most 1.
+        ConfigError: the efficiency is not above 0 and at most 1.
     """
     if not 0.0 < efficiency <= 1.0:
         raise ConfigError(

@@ -247,7 +247,7 @@ class PartWeights:
             self._norms.weigh(loss_weight)
 
     def open_pass(self, side: int) -> tuple[float, float]:
-        """Returns the factor of this rank's gradients, and seconds waited for others."""
+        """Opens a pass; returns this rank's gradient factor, and seconds waited."""
         if self._by_user is None:
             return self.scale, 0.0
         scale = self._by_user.open_pass(side)

@@ -1,22 +1,22 @@
 """Gradients reduced during backward, weighted by samples or by user weights.
 
-Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
-the group sums, which gives the gradient of the mean over the union batch of N samples,
-whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
-:mod:`elche.comm.gradients.part_weights` agrees on. How that is done, bucket by bucket
-and out of place, is :mod:`elche.comm.gradients.buckets.bucket_pass`, and with what
-weight :mod:`elche.comm.gradients.part_weights`; here is when. Then ``p.grad`` becomes a
-view of the reduced bucket. What a rank has sent is kept until the next backward's
-reduction. Cost: two gradient copies, the sum, which is ``p.grad``, and what this rank
-sent (in shared memory), or its own gradients; outside of shared memory a third where
-others may die, the sum as it came, for whoever lacks it (over several hosts that is in
-each host's memory, once for all its ranks).
-A ``p.grad`` kept by reference stays as it is, as in plain training. Where ranks hold
-parameters in other memory formats (channels last on a GPU, say), the sum is copied into
-the gradient that is there instead.
+Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N, and
+the group sums. This gives the gradient of the mean over the union batch of N samples
+for any shares. With user weights (e.g. tokens), the factor is w_r / Σw. This module
+decides when to reduce, :mod:`elche.comm.gradients.part_weights` computes the weights,
+and :mod:`elche.comm.gradients.buckets.bucket_pass` reduces bucket by bucket, out of
+place. Then ``p.grad`` becomes a view of the reduced bucket.
 
-torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
-why this one exists.
+Cost: two gradient copies. One is the sum, which is ``p.grad``; the other is this rank's
+contribution (in shared memory) or its own gradients, kept until the next reduction.
+Outside of shared memory, if ranks may die, a third copy keeps the unmodified sum for
+ranks that lack it; with several hosts, once per host in its shared memory.
+
+A ``p.grad`` kept by reference stays unchanged, as in plain training. If ranks hold
+parameters in different memory formats (e.g. channels last on a GPU), the sum is copied
+into the existing gradient instead.
+
+torch's own DistributedDataParallel divides by the world size and has no weights.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class GradientReducer(BucketPass):
         at_backward_end(self._end_late_pass)
 
     def _end_late_pass(self) -> None:
-        """Restores the weights if the late pass had no gradients, as in `autograd.grad`."""
+        """Restores the weights if the pass had no gradients (`torch.autograd.grad`)."""
         if self._phase is Phase.IDLE:
             self.weights.weigh(self._in_hand)
 

@@ -187,20 +187,20 @@ class GlooExchange(Exchange):
 
 class MemoryExchange(Exchange):
     """Exchange in one host's shared memory: a slot per side and rank, two counters.
-    A rank writes its slot, then raises its first counter to the message's number; it
-    raises the second when it has read the sum. x86 keeps that order for other cores.
-    A slot is written again ``sides`` messages later. By then every rank must have read
-    it: with two sides that follows from their having come so far, with one side the
-    caller waits for it (:meth:`reclaim`) or knows it by other means. :meth:`begin`
-    checks it.
+
+    A rank writes its slot, then raises its first counter to the message's number. It
+    raises the second when it has read the sum. x86 keeps this order for other cores. A
+    slot is overwritten ``sides`` messages later; by then every rank must have read it.
+    With two sides this follows from the order of calls; with one, the caller waits
+    (:meth:`reclaim`) or ensures it otherwise. :meth:`begin` checks it.
 
     Args:
-        group: of the ranks that wait for each other.
-        memory: that they share.
-        members: places in the group of those who share it.
-        layout: elements and dtype of a message.
-        sides: independent slots of each rank.
-        more: places of messages behind the slots.
+        group: group of the ranks that wait for each other.
+        memory: shared memory.
+        members: places in the group of the ranks that share the memory.
+        layout: number of elements and dtype of a message.
+        sides: number of independent slots per rank.
+        more: number of message-sized places after the slots.
     """
 
     keeps_contribution = True

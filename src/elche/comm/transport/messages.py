@@ -105,7 +105,7 @@ class Packed:
 
 
 def read_frame(frame: torch.Tensor) -> tuple[int, bytes, int]:
-    """Returns the tag, the head's part in the frame, and its number of missing bytes."""
+    """Returns the tag, the head's bytes in the frame, and the count of missing ones."""
     raw = frame.numpy().tobytes()
     tag, length = _START.unpack_from(raw)
     head = raw[_START.size : _START.size + length]

@@ -60,7 +60,7 @@ def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -
         The process group of all ranks; in a plain script, of one rank.
 
     Raises:
-        ConfigError: a run of `elche.setup` is under way, or an argument is wrong.
+        ConfigError: a run of `elche.setup` is active, or an argument is wrong.
         MismatchError: ranks disagree about the arguments.
         RemoteRankError: another rank failed meanwhile.
         CommunicationError: a rank did not join in time.
@@ -285,7 +285,7 @@ def _checked_counts(
     is_own = isinstance(batch_counts, Real)
     listed: Any = [batch_counts] if is_own else batch_counts
     try:
-        given = [math.fsum((count,)) for count in listed]  # takes numbers, no text
+        given = [math.fsum((count,)) for count in listed]  # refuses strings
     except TypeError as error:
         raise ConfigError(
             "expected a batch count per rank, or this rank's own as one number, got "

@@ -221,7 +221,7 @@ def _kind(kind: str, value: Json) -> dict[str, Json]:
 
 
 def _memory(value: Tensor) -> tuple[Any, ...] | None:
-    """Identity of a tensor's memory, equal where it is shared; None for empty ones."""
+    """Key of a tensor's memory, equal for equal views; None for empty tensors."""
     if value.layout != torch.strided or value.is_meta or not value.numel():
         return None
     flags = (value.is_conj(), value.is_neg())

@@ -4,11 +4,11 @@
 
     FOLDER/checkpoint-00000007/rank0.safetensors    tensors that only rank 0 holds
                                rank0.json           the rest of its state, checksums
-                               shared.safetensors   what all ranks hold in common
+                               shared.safetensors   state common to all ranks
                                shared.json
                                model.safetensors    the model alone; of a pipeline
                                model-rank0.safetensors    each rank's layers
-                               manifest.json        written last: now it is complete
+                               manifest.json        written last, marks completeness
 
 Opening a folder does not import torch; only reading or writing tensors does.
 """

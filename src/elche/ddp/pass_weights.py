@@ -121,7 +121,7 @@ class PassWeights:
             self._nodes = accumulation_nodes(self._parameters)
             hook_accumulation(self._nodes, self._weighed)
         if graph_task_id() == OUTSIDE:
-            self.current = None  # of a backward pass that was broken off
+            self.current = None  # left by an aborted backward pass
         self.expected = forward = _Forward(weight, begin is not None)
 
         def count(gradient: torch.Tensor) -> None:
@@ -197,9 +197,9 @@ class PassWeights:
         With a static graph the first reduction begins after its pass has ended.
         """
         if self.current is None:
-            if self.expected is not None:  # the loss goes around the outputs
+            if self.expected is not None:  # the loss bypasses the outputs
                 self._enter(self.expected)
-            elif self.sent is not None:  # so do the gradients that it lacks
+            elif self.sent is not None:  # so do its missing gradients
                 self.current = self.sent
                 queue_callback(self._end)
             elif self._ended is not None:
@@ -294,7 +294,7 @@ class PassWeights:
     def _weighed(self, gradients: Gradients) -> Gradients:
         """Scales gradients by their pass's weight before they are accumulated."""
         current = self._note_gradient()
-        if current is None:  # of a forward pass beside the wrapper
+        if current is None:  # of a forward pass outside of the wrapper
             return gradients
         weight, before = current.weight, current.before
         if not current.is_closed:

@@ -266,7 +266,7 @@ class WeightedReduction:
             exchange.reclaim(REDUCING)
         message = exchange.contribution(0)
         if self._scale == 0.0:
-            message.zero_()  # and not 0 times what may be infinite
+            message.zero_()  # not 0 times a value that may be infinite
         elif message.device == flat.device:
             torch.mul(flat, self._scale, out=message)
         else:

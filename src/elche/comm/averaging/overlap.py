@@ -50,7 +50,7 @@ class _Phase(Enum):
     ``hand_over``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
     =======================================  ==========================  ======
 
-    ``connect`` leaves IDLE as it is; any other call out of order is refused.
+    ``connect`` does not change IDLE; any other call out of order is refused.
     """
 
     IDLE = "nothing has been taken"
@@ -64,16 +64,16 @@ _AT_REST = (_Phase.IDLE, _Phase.TAKEN, _Phase.UNSENT)
 
 
 class OverlappedAverager(Averager):
-    """Averages while training goes on (``async``).
+    """Averages while training continues (``async``).
 
     The order of calls is :meth:`snapshot`, :meth:`begin`, any number of :meth:`poll`,
-    :meth:`adopt`. A reduction that failed may be begun again after :meth:`connect`.
+    :meth:`adopt`. A failed reduction may be repeated after :meth:`connect`.
     """
 
     is_overlapped = True
     _phase = _Phase.IDLE
     _window = -1
-    # Of the last snapshot: all of it is finite; that and it weighs something.
+    # The last snapshot is finite; it is finite and has a positive weight.
     _is_finite = True
     _counts = False
 

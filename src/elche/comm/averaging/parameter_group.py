@@ -2,8 +2,8 @@
 
 θ_k are the common parameters after reduction k, and θ_r are this rank's parameters
 after local steps. A rank sends weight × (θ_k − θ_r), its weighted *drift*, followed by
-the weight. The sum over the ranks divided by the sum of the weights is the mean drift,
-and θ̄ = θ_k − mean drift is the mean of the contributions. An outer step along the mean
+the weight. The mean drift is the sum over the ranks divided by the sum of the weights.
+θ̄ = θ_k − mean drift is the mean of the contributions. An outer step along the mean
 drift gives θ_{k+1}. Nothing is written before the sum is complete.
 """
 

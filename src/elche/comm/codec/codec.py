@@ -39,8 +39,8 @@ SMALLEST_SCALE = 2.0**-126
 class Codec:
     """Encoding of float32 values in blocks.
 
-    With 4 bits, a block's first half is stored in the low half of its bytes, the second
-    half in the high half, each as code + 8.
+    With 4 bits, the low halves of a block's bytes hold its first half of elements, the
+    high halves the second, each as code + 8.
 
     Args:
         name: name in the settings.

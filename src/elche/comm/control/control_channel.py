@@ -140,9 +140,8 @@ class ControlChannel:
         """Sends events at once, without waiting.
 
         Raises:
-            CommunicationError: the coordinator is gone, and the inbox is empty. If it
-                still has messages (e.g. the reason), the first wait on an empty inbox
-                raises.
+            CommunicationError: the coordinator is lost, and the inbox is empty. If the
+                inbox has messages (e.g. the reason), the first wait after them raises.
         """
         self._send(*(to_wire(event) for event in events))
 
@@ -180,7 +179,7 @@ class ControlChannel:
         """Returns an `Abort` from the inbox, if any, and leaves the inbox unchanged.
 
         Raises:
-            CommunicationError: the coordinator is gone and sent no `Abort`. Other
+            CommunicationError: the coordinator is lost and sent no `Abort`. Other
                 instructions in the inbox may involve dead ranks.
         """
         self._read(0.0)
@@ -223,7 +222,7 @@ class ControlChannel:
 
         Raises:
             DeadlineError: the value was not published in time.
-            CommunicationError: the coordinator is gone, or has ended the run.
+            CommunicationError: the coordinator is lost, or has ended the run.
         """
         if key not in self._stored:
             self.store_ask(key)

@@ -38,7 +38,7 @@ def hook_accumulation(
     """Hooks a method that changes gradients before accumulation; returns handles.
 
     Args:
-        nodes: from :func:`accumulation_nodes`.
+        nodes: nodes from :func:`accumulation_nodes`.
         change: bound method that maps gradients; held weakly by the hooks.
     """
     me = weakref.WeakMethod(change)

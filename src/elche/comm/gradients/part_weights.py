@@ -106,7 +106,7 @@ class StepWeights:
         The next pass waits for its total, since some ranks may lack the last one.
 
         Args:
-            group: of the survivors.
+            group: group of the survivors.
             source: place of a rank with the last sums; None: all have them.
 
         Returns:

@@ -228,7 +228,7 @@ class GradientReducer(BucketPass):
         """Continues in the group of the survivors; a collective call.
 
         Args:
-            group: of the survivors.
+            group: group of the survivors.
             source: place of a rank with the last pass's sums; None: all have them.
             alive: maps a part of a step to that part without the dead ranks.
             lacks: True if this rank lacks those sums.

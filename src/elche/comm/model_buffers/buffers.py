@@ -78,7 +78,7 @@ class BufferAverager:
         self._known = known
         self._travelling: set[int] = set()
         self._looks = COUNT_LOOKS
-        self._last: dict[int, torch.Tensor] = {}  # means, as they came
+        self._last: dict[int, torch.Tensor] = {}  # means by index, unmodified
         self._exchange: Exchange | None = None
         self._side = 0
 
@@ -134,7 +134,7 @@ class BufferAverager:
                     self._known.name_means(own, self._last)
             self._write(buffers, self._last)  # all or none: a reduction may be repeated
         except CommunicationError:
-            self._travelling = agreed  # other ranks may not have come so far
+            self._travelling = agreed  # other ranks may lack these
             raise
         self._watch.mark()
 

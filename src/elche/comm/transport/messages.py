@@ -1,7 +1,7 @@
 """Messages from rank to rank: tensors with shapes and structure.
 
-Through gloo, a message is a frame of fixed size with tag and head, the rest of the head
-if the frame is too small, and then the tensors.
+Through gloo, a message is a frame of fixed size with tag and head, and then the
+tensors. If the head does not fit the frame, the rest follows the frame.
 """
 
 from __future__ import annotations

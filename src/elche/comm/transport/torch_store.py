@@ -54,7 +54,7 @@ class TorchStore:
             self._listener.close()
         else:
             await asyncio.wait([self._serving])
-            self._serving = None  # with it goes the store
+            self._serving = None  # the task held the store
 
     def _serve(self) -> None:
         """Starts the store for the first client, importing torch in a thread."""

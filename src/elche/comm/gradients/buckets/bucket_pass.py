@@ -365,7 +365,7 @@ class BucketPass(ABC):
         holds all of them, the pass is reduced again from the kept gradients.
 
         Args:
-            group: of the survivors.
+            group: group of the survivors.
             source: place of a rank with the last pass's sums; None: all have them.
             lacks: True if this rank lacks those sums.
             factor: factor of the sums.

@@ -1,7 +1,7 @@
-"""Runs without a loader: a group, barriers, a clean end.
+"""Runs without a loader: a process group, barriers, a clean end.
 
-For loops that reduce by hand (`elche.Replica`). The coordinator is the same as in a run
-of `elche.setup`; it sees ranks join, fail, wait at barriers and leave, and no epoch.
+For loops that reduce by hand (`elche.Replica`). The coordinator is that of
+`elche.setup`, but it only handles joins, failures, barriers and leaves, no epochs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ManualRun:
     """A run without a loader on one rank; made by :meth:`start`.
 
     Args:
-        group: of all ranks.
-        worker: this rank's shell; None in a run of one, which has no process beside
-            it and no socket.
+        group: process group of all ranks.
+        worker: this rank's worker; None in a single-rank run, which needs no other
+            process and no socket.
 
     Attributes:
-        group: of all ranks.
+        group: process group of all ranks.
     """
 
     def __init__(self, group: Group, worker: Worker | None) -> None:
@@ -52,7 +52,7 @@ class ManualRun:
 
         Raises:
             MismatchError: ranks disagree about the settings.
-            CommunicationError: the ranks did not come together.
+            CommunicationError: a rank did not join in time.
         """
         if placement.device.type == "cuda":
             torch.cuda.set_device(placement.device)
@@ -70,7 +70,7 @@ class ManualRun:
         return ManualRun(worker.group, worker)
 
     def barrier(self) -> None:
-        """Waits until every rank is here.
+        """Waits until every rank has reached this barrier.
 
         Raises:
             RemoteRankError: another rank failed or left.
@@ -83,7 +83,7 @@ class ManualRun:
         self._worker.expect(BarrierPassed, f"all ranks at {name}")
 
     def gather_rows(self, tensor: torch.Tensor, weight: float) -> torch.Tensor:
-        """The rows of all ranks; their losses weigh as each says."""
+        """Gathers the rows of all ranks; `weight` is this rank's loss weight."""
         if self._worker is None:
             return tensor
         if self._rows is None:
@@ -91,9 +91,9 @@ class ManualRun:
         return self._rows.gather(tensor, weight)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends this rank's part; reports the error to the other ranks, if there is one.
+        """Leaves the run, and reports the error, if any, to the other ranks.
 
-        The group cannot be used any more.
+        The group is unusable afterwards.
         """
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -102,7 +102,7 @@ class ManualRun:
 
 
 def _join(placement: Placement, config: RunConfig) -> Join:
-    """The `Join` of this rank: its settings, without a model."""
+    """Builds this rank's `Join` message: its settings, without a model."""
     return Join(
         rank=placement.rank,
         version=PROTOCOL_VERSION,
@@ -115,14 +115,14 @@ def _join(placement: Placement, config: RunConfig) -> Join:
 
 
 class _Process:
-    """Manual run of this process."""
+    """State of this process: its manual run, if any."""
 
     run: ManualRun | None = None
     hooked = False
 
 
 def begin_manual_run(config: RunConfig) -> ManualRun:
-    """The run of this process; joins it if there is none yet."""
+    """Returns the run of this process; joins one if there is none yet."""
     if _Process.run is None:
         placement = read_placement()
         watch_launcher(placement.rank)
@@ -134,15 +134,15 @@ def begin_manual_run(config: RunConfig) -> ManualRun:
 
 
 def current_manual_run() -> ManualRun | None:
-    """The run under way, None if there is none."""
+    """Returns the current run, or None."""
     return _Process.run
 
 
 def end_manual_run(error: BaseException | None = None) -> None:
-    """Leaves the run of this process, if there is one; so does the process' end.
+    """Leaves the run of this process, if there is one; also called at process exit.
 
     Args:
-        error: reported to the other ranks; None: this rank is done.
+        error: error to report to the other ranks; None: this rank is done.
     """
     run, _Process.run = _Process.run, None
     if run is not None:

@@ -1,7 +1,7 @@
 """Manual control: several models in one group, with explicit gradient reductions.
 
-For GANs, reinforcement learning and progressive training, where no loader tells what a
-step is::
+For GANs, reinforcement learning and progressive training, where no loader defines a
+step::
 
     group = elche.init_group()
     generator = elche.Replica.wrap(Generator(), group, name="generator")
@@ -11,10 +11,10 @@ step is::
     critic.weighted_all_reduce_gradients(len(batch))
     optimizer.step()
 
-Started by `elche run` or torchrun there is a rank per device; a plain script is a run
-of one, without a process or a socket beside it, in which every call returns at once.
-Every call is made by all ranks, in the same order; a rank that is out of step, gone or
-late is named.
+`elche run` and torchrun start one rank per device. A plain script is a single-rank run
+without further processes or sockets, in which every call returns at once. All calls are
+collective, in the same order on every rank; errors name a rank that is out of step,
+dead or late.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ BUFFER_RULES = ("mean", "first")
 
 
 def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -> Group:
-    """Joins the other ranks of this run without a loader.
+    """Joins the other ranks in a run without a loader.
 
-    Ends at the exit of the interpreter. A second call returns the same group.
+    The run ends when the interpreter exits. A second call returns the same group.
 
     Args:
         timeout_s: deadline of every wait for another rank.
-        transport: the kind, as in `elche.config.TransportConfig`.
+        transport: transport kind, as in `elche.config.TransportConfig`.
 
     Returns:
-        The group of all ranks, of one rank in a plain script.
+        The process group of all ranks; in a plain script, of one rank.
 
     Raises:
-        ConfigError: a run of `elche.setup` is under way, or an argument is wrong.
+        ConfigError: a run of `elche.setup` is active, or an argument is wrong.
         MismatchError: ranks disagree about the arguments.
         RemoteRankError: another rank failed meanwhile.
-        CommunicationError: the ranks did not come together.
+        CommunicationError: a rank did not join in time.
     """
     if current_run() is not None:
         raise ConfigError(
@@ -78,23 +78,22 @@ def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -
 class Replica:
     """This rank's copy of a model that all ranks hold; made by :meth:`wrap`.
 
-    The model may change between calls, alike on every rank: freeze, unfreeze, grow.
-    What it holds then is compared before anything is reduced. New parameters are drawn
-    by each rank; :meth:`sync_params` makes them equal.
+    The model may change between calls, identically on every rank: freeze, unfreeze,
+    grow. Its layout is compared before every reduction. Each rank initializes new
+    parameters by itself; :meth:`sync_params` makes them equal.
 
-    Calls that ranks make together raise MismatchError where the models differ,
-    ProtocolError where ranks call different things, and CommunicationError where a rank
-    has gone or did not come in time.
+    Collective calls raise MismatchError if the models differ, ProtocolError if ranks
+    make different calls, and CommunicationError if a rank has died or timed out.
 
     Args:
-        model: this rank's copy.
-        group: all ranks.
-        name: names the model in errors.
+        model: this rank's copy of the model.
+        group: process group of all ranks.
+        name: model name for error messages.
 
     Attributes:
-        model: this rank's copy.
-        group: all ranks.
-        name: of the model.
+        model: this rank's copy of the model.
+        group: process group of all ranks.
+        name: model name for error messages.
     """
 
     def __init__(self, model: nn.Module, group: Group, name: str) -> None:
@@ -110,18 +109,18 @@ class Replica:
     def wrap(
         model: nn.Module, group: Group | None = None, *, name: str = "model"
     ) -> Replica:
-        """Checks that all ranks hold the same model, and copies rank 0's values to all.
+        """Checks that all ranks hold the same model, and broadcasts rank 0's values.
 
         The `elche.SyncBatchNorm` layers of the model normalise over this group.
 
         Args:
-            model: this rank's copy, on its device.
-            group: all ranks; None for that of :func:`init_group`.
-            name: names the model in errors; another one for each model.
+            model: this rank's copy of the model, on its device.
+            group: process group of all ranks; None: the one of :func:`init_group`.
+            name: model name for error messages, unique per model.
 
         Raises:
             MismatchError: the models differ; the error names the tensors.
-            ConfigError: this is no model, or it has tensors that cannot be shared.
+            ConfigError: `model` is not a module, or has tensors that cannot be shared.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
@@ -133,7 +132,7 @@ class Replica:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Index of this rank."""
         return self.group.rank
 
     @property
@@ -142,7 +141,7 @@ class Replica:
         return self.group.world_size
 
     def sync_params(self) -> None:
-        """Copies rank 0's parameters and buffers to all ranks, bit for bit."""
+        """Broadcasts rank 0's parameters and buffers bit for bit; a collective call."""
         what = self._announce("sync_params")[0]
         if self.world_size > 1:
             tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -153,8 +152,9 @@ class Replica:
         """Makes the buffers equal on all ranks.
 
         Args:
-            rule: ``"mean"``: buffers of floating point become their plain mean over
-                the ranks, others rank 0's; ``"first"``: all become rank 0's.
+            rule: ``"mean"`` averages floating-point buffers over the ranks and
+                broadcasts rank 0's other buffers; ``"first"`` broadcasts all of
+                rank 0's buffers.
 
         Raises:
             ConfigError: the rule is unknown.
@@ -175,9 +175,9 @@ class Replica:
     def all_reduce_gradients(self) -> None:
         """Makes every ``p.grad`` the plain mean over the ranks.
 
-        Right for equal batches, after backward and before the optimizer's step. A rank
-        without a gradient of a parameter counts as zeros; a parameter without one on
-        every rank keeps ``grad=None``.
+        For equal batches, after backward and before the optimizer's step. A missing
+        gradient counts as zeros; a parameter without a gradient on any rank keeps
+        ``grad=None``.
 
         Raises:
             ConfigError: a gradient is sparse.
@@ -187,31 +187,32 @@ class Replica:
     def weighted_all_reduce_gradients(
         self, batch_counts: Sequence[float] | float
     ) -> None:
-        """Makes every ``p.grad`` the mean over ranks, weighted by what each has done.
+        """Makes every ``p.grad`` the mean over ranks, weighted by their batch counts.
 
-        With the sizes of the ranks' batches and losses that are means, this is the
-        gradient of the mean over the union batch.
+        With batch sizes as counts and mean losses, this is the gradient of the mean
+        over the union batch.
 
         Args:
-            batch_counts: samples (or batches) of each rank, or this rank's own as one
-                number. A rank of zero counts nowhere, whatever its gradients hold.
+            batch_counts: samples (or batches) of each rank, or this rank's own count as
+                one number. A rank with count zero is ignored, even if its gradients
+                are not finite.
 
         Raises:
-            ConfigError: the number of counts is not that of the ranks, one is negative
-                or not finite, or all are zero.
+            ConfigError: there is not one count per rank, a count is negative or not
+                finite, or all are zero.
             MismatchError: ranks give different counts, or the models differ.
         """
         counts = _checked_counts(batch_counts, self.rank, self.world_size)
         self._reduce("weighted_all_reduce_gradients", counts)
 
     def weigh_losses(self, weight: float | None) -> None:
-        """Says how this rank's next losses weigh in SyncBatchNorm layers.
+        """Sets the weight of this rank's next losses in SyncBatchNorm layers.
 
-        They have to know it before the backward pass. Without a word (None) a loss
-        weighs as its batch has elements, which fits losses that are means and
-        :meth:`weighted_all_reduce_gradients` by samples. Give 1.0 on every rank for
-        :meth:`all_reduce_gradients` after unequal batches or for losses that are sums,
-        0.0 for a batch that shall not count.
+        Set it before the backward pass. By default (None) a loss is weighted by the
+        elements of its batch; this fits mean losses and
+        :meth:`weighted_all_reduce_gradients` by samples. Set 1.0 on every rank for
+        :meth:`all_reduce_gradients` after unequal batches and for sum losses, and 0.0
+        to ignore a batch.
 
         Raises:
             ConfigError: the weight is negative or not finite.
@@ -219,7 +220,7 @@ class Replica:
         self._scope.weigh(weight)
 
     def check_equal(self) -> None:
-        """Makes sure that parameters and buffers are equal to the bit on all ranks.
+        """Checks that parameters and buffers are bit-identical on all ranks.
 
         Raises:
             MismatchError: names the tensors that differ.
@@ -250,7 +251,10 @@ class Replica:
     def _announce(
         self, call: str, values: Sequence[float] | None = None
     ) -> tuple[str, list[list[float]]]:
-        """Makes sure that all ranks call this on equal models; each one's values."""
+        """Checks that all ranks make this call on equal models; returns their values.
+
+        Rebuilds messages and SyncBatchNorm groups if a rank's model has changed.
+        """
         what = f"{call} of {self.name!r}"
         values = [0.0] * self.world_size if values is None else values
         self._is_stale |= self._structure.refresh()
@@ -270,7 +274,7 @@ class Replica:
 
 
 UNKNOWN = -1.0
-"""The count of another rank, where each gives its own."""
+"""Placeholder for other ranks' counts when each rank passes only its own."""
 
 
 def _checked_counts(
@@ -281,7 +285,7 @@ def _checked_counts(
     is_own = isinstance(batch_counts, Real)
     listed: Any = [batch_counts] if is_own else batch_counts
     try:
-        given = [math.fsum((count,)) for count in listed]  # takes numbers, no text
+        given = [math.fsum((count,)) for count in listed]  # refuses strings
     except TypeError as error:
         raise ConfigError(
             "expected a batch count per rank, or this rank's own as one number, got "
@@ -301,7 +305,7 @@ def _checked_counts(
 
 
 def _agreed_counts(what: str, rows: Sequence[Sequence[float]]) -> list[float]:
-    """The counts that all ranks know, or each rank's own."""
+    """Returns one count per rank from every rank's row of counts."""
     if any(UNKNOWN in row for row in rows):
         return [row[rank] for rank, row in enumerate(rows)]
     for rank, row in enumerate(rows):

@@ -1,13 +1,13 @@
-"""Calls that all ranks make together by hand: announced first, then carried out.
+"""Collective calls made by hand: announced first, then executed.
 
-In a loop that the user writes, ranks can get out of step: one updates the discriminator
-while another updates the generator. Every call therefore begins with a few numbers from
-each rank, on gloo's sockets, so that a rank that has gone is noticed at once; what does
-not fit is named on every rank alike, and nothing is reduced.
+In a user's own loop, ranks can get out of step: one updates the discriminator while
+another updates the generator. Every call therefore first exchanges a few numbers over
+gloo's sockets, which also detects a dead rank at once. On a mismatch every rank raises
+the same error and nothing is reduced.
 
-Gradients of one model are weighted and summed over all ranks in one message per dtype.
-No overlap with backward: the loop makes the call. Out of place: until all ranks' parts
-are here, a rank's own gradients stay as they are. Half precisions are summed in single.
+Gradients of one model are weighted and summed over all ranks in one message per dtype,
+without overlap with backward. The reduction is out of place: a rank's gradients stay
+unchanged until all parts have arrived. Half-precision gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import ConfigError, MismatchError, ProtocolError
 
 HEAD = 3
-"""Numbers of a rank before the values: what it calls, on what, whether that is new."""
+"""Numbers before a rank's values: digests of call and model, and a stale flag."""
 
 Signature = list[tuple[int, bool, torch.dtype, tuple[int, ...]]]
 
 
 @final
 class Structure:
-    """Names, shapes, dtypes and freezing of a model's tensors, as of now.
+    """Current names, shapes, dtypes and freezing of a model's tensors.
 
     Args:
-        model: the model; it may grow.
+        model: model to describe; it may grow.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class Structure:
         self.digest = 0
 
     def refresh(self) -> bool:
-        """Looks at the model again; returns whether it has changed.
+        """Rereads the model; returns True if it has changed.
 
         Raises:
             ConfigError: a tensor cannot be shared between ranks.
@@ -75,22 +75,22 @@ def announce(
     *,
     is_stale: bool,
 ) -> tuple[bool, list[list[float]]]:
-    """Makes sure that all ranks are about to do the same.
+    """Checks that all ranks are about to make the same call; collective.
 
     Args:
-        group: all ranks.
-        what: the call, in words that are the same on every rank.
-        structure: of the model it does it with.
-        values: a number per rank, for the call's own use.
-        is_stale: this rank must prepare for that structure first.
+        group: process group of all ranks.
+        what: description of the call, the same on every rank.
+        structure: structure of the call's model.
+        values: one number per rank, for the call's own use.
+        is_stale: True if this rank must first rebuild for the structure.
 
     Returns:
-        Whether any rank must prepare first, so that all do, and each one's values.
+        True if any rank must rebuild, so that all do, and the values of every rank.
 
     Raises:
-        ProtocolError: ranks call different things.
+        ProtocolError: ranks make different calls.
         MismatchError: their models differ; the error names the tensors.
-        CommunicationError: a rank has gone, or did not come in time.
+        CommunicationError: a rank has died or timed out.
     """
     world_size = group.world_size
     rows = torch.zeros(world_size, HEAD + world_size, dtype=torch.float64, device="cpu")
@@ -122,7 +122,7 @@ def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Message:
-    """Parameters whose gradients travel together; a flag per parameter at the end."""
+    """Parameters whose gradients share a message, which ends with a flag for each."""
 
     parameters: list[nn.Parameter]
     exchange: Exchange
@@ -132,7 +132,7 @@ class _Message:
         return tuple(message.split(sizes))
 
     def fill(self, side: int, weight: float) -> None:
-        """Writes this rank's part. Weight zero sends zeros, never 0 times a value."""
+        """Writes this rank's part; weight 0 writes zeros, never 0 times a value."""
         message = self.exchange.contribution(side).zero_()
         *parts, flags = self._parts(message)
         for flag, parameter, part in zip(flags, self.parameters, parts, strict=True):
@@ -143,7 +143,7 @@ class _Message:
                 flag.fill_(1.0)
 
     def hand_out(self, total: torch.Tensor) -> None:
-        """Gives each parameter that any rank used its mean gradient."""
+        """Sets every ``p.grad`` to its mean, or to None if no rank used it."""
         *means, flags = self._parts(total)
         used = flags.tolist()
         for is_used, parameter, mean in zip(used, self.parameters, means, strict=True):
@@ -161,7 +161,7 @@ class GradientExchange:
     """Reduces the gradients of one model on request.
 
     Args:
-        group: all ranks; they build and reduce together.
+        group: process group of all ranks; `build` and `reduce` are collective calls.
     """
 
     def __init__(self, group: Group) -> None:
@@ -170,7 +170,7 @@ class GradientExchange:
         self._side = 0
 
     def build(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes the messages for these parameters, together with all ranks."""
+        """Opens the messages for these parameters; a collective call."""
         self._messages = []
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
@@ -186,11 +186,11 @@ class GradientExchange:
     def reduce(self, weight: float, what: str) -> None:
         """Makes every ``p.grad`` the weighted sum over ranks.
 
-        A parameter that no rank of positive weight has a gradient of has none after.
+        A parameter gets None if no rank of positive weight has a gradient for it.
 
         Args:
-            weight: of this rank; over all ranks they sum to one.
-            what: for errors.
+            weight: this rank's weight; the weights of all ranks sum to one.
+            what: description of the call for errors.
 
         Raises:
             CommunicationError: a rank did not arrive in time.
@@ -220,7 +220,7 @@ def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _numel(parameter: torch.Tensor) -> int:
-    """Real numbers in it: a complex one is two."""
+    """Number of real elements; a complex element counts as two."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 

@@ -1,4 +1,4 @@
-"""Copies of state to host memory, and the random generators of a process."""
+"""Copies of state in host memory, and the state of random generators."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from elche.checkpoint.manifest import MODEL_FILE, SHARED
 from elche.checkpoint.state_tree import Json, StateTree, encode
 
 Encoded: TypeAlias = tuple[Json, dict[str, Tensor]]
-"""State as `encode` makes it, with copies of its tensors on the CPU."""
+"""Result of `encode`: the JSON tree, and its tensors by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """Copies for the writer.
+    """Copies of a rank's state for the writer.
 
     Attributes:
-        own: what only this rank holds.
-        shared: what all hold in common; {} but on rank 0.
-        model: the model alone; {} but on rank 0. Of a pipeline, this rank's layers.
-        model_file: where that goes.
+        own: state that only this rank holds.
+        shared: state common to all ranks; empty except on rank 0.
+        model: model tensors; {} except on rank 0. In a pipeline, this rank's layers.
+        model_file: file name for the model tensors.
     """
 
     own: Encoded
@@ -41,13 +41,13 @@ class Captured:
         model: Mapping[str, Tensor],
         model_file: str = MODEL_FILE,
     ) -> Captured:
-        """Encodes state and copies its tensors: nothing of it moves on.
+        """Encodes state and copies its tensors, so that training cannot change them.
 
-        A tensor of the shared state that is the model's is stored once, where one file
-        holds the whole model.
+        If one file holds the whole model, tensors that the shared state has in common
+        with the model are stored once.
 
         Raises:
-            ConfigError: something in it cannot be stored; the message says what.
+            ConfigError: a value cannot be stored; the message names it.
         """
         own_tree, own_tensors = encode(own, "own")
         tree, tensors = encode(
@@ -62,12 +62,12 @@ class Captured:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors on the CPU."""
+    """Copies tensors to the CPU."""
     return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}
 
 
 def random_state(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
-    """Generator states of Python, torch and numpy, and of generators by name."""
+    """Returns the random states of Python, torch, numpy and the named generators."""
     numpy = sys.modules.get("numpy")
     kind, own, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state() if _has_cuda() else None
@@ -83,7 +83,7 @@ def random_state(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
 def restore_random(
     state: Mapping[str, Any], generators: Mapping[str, torch.Generator]
 ) -> None:
-    """Puts every generator where it was, as far as it is here again."""
+    """Restores the states of all generators that exist in this process."""
     kind, own, gauss = state["python"]
     random.setstate((kind, tuple(own.tolist()), gauss))
     torch.set_rng_state(state["torch"])

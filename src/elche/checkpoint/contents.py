@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: taken from a rank of a run, and put into one."""
+"""Contents of a checkpoint: captured from a rank of a run, and loaded into one."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The objects whose state a checkpoint is.
+    """The objects whose state a checkpoint holds.
 
-    *Bound* state moves with the optimizer's steps, so that ranks hold it alike where
-    these are common; *free* is a rank's own.
+    *Bound* state changes with the optimizer's steps, so ranks with common steps hold it
+    in common; *free* state is each rank's own.
 
     Attributes:
-        rank: this one.
-        parts: of the run.
-        schedulers: that follow it.
-        registered: by the user, by name.
+        rank: index of this rank.
+        parts: model, optimizers and other parts of the run.
+        schedulers: learning rate schedulers that follow the run.
+        registered: objects registered by the user, by name.
     """
 
     rank: int
@@ -44,10 +44,10 @@ class Contents:
     registered: Mapping[str, Any]
 
     def capture(self, loop: Mapping[str, int]) -> Captured:
-        """Copies of everything, with what is given of the user's loop.
+        """Copies all state, including the given state of the user's loop.
 
         Raises:
-            ConfigError: something that trains was not handed over.
+            ConfigError: an optimizer or a scheduler is not registered.
         """
         self._refuse_unknown()
         parts, registered = self.parts, self.registered
@@ -103,13 +103,13 @@ class Contents:
                 )
 
     def load(self, found: SavedState) -> dict[str, Any]:
-        """Puts a checkpoint into everything but the run itself.
+        """Loads a checkpoint into all objects except the run itself.
 
         Returns:
-            What all held in common; with ``run``, this rank's state of the run.
+            The shared state, with this rank's state of the run as ``run``.
 
         Raises:
-            MismatchError: something does not fit.
+            MismatchError: a state does not fit its object.
             CheckpointError: a file is damaged.
         """
         if found.manifest.info.get("kind") is not None:
@@ -136,7 +136,10 @@ class Contents:
         return {**shared, "run": run, "epochs": epochs}
 
     def _bound(self, first: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """Window state of this rank; rank 0's where the ranks take common steps now."""
+        """Bound state of a windowed run: this rank's, or rank 0's under common steps.
+
+        Under common steps, registered free objects still get this rank's state.
+        """
         if not self.parts.is_common:
             return own
         named = self.registered
@@ -177,7 +180,7 @@ class Contents:
 
 
 def bare_state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of a model's `state_dict`, without the prefixes of `torch.compile`."""
+    """Tensors of a model's `state_dict` without `torch.compile` prefixes."""
     compiled = [
         f"{name}." if name else ""
         for name, module in model.named_modules(remove_duplicate=False)
@@ -197,10 +200,10 @@ def bare_state(model: nn.Module) -> dict[str, Tensor]:
 def load_registered(
     found: SavedState, registered: Mapping[str, Any], states: Mapping[str, Any]
 ) -> None:
-    """Loads the objects that the user has registered, by name.
+    """Loads the state of registered objects, by name.
 
     Raises:
-        MismatchError: others were, or a state does not fit.
+        MismatchError: the registered names differ, or a state does not fit.
     """
     if set(states) != set(registered):
         raise MismatchError(
@@ -214,14 +217,14 @@ def load_registered(
 
 
 def is_bound(each: Any) -> bool:
-    """True if it moves with the model, as torch's own and its like do."""
+    """True if an object's state changes with the model, as torch's own objects do."""
     module = type(each).__module__.split(".")[0]
     has_parameters = hasattr(each, "parameters") or hasattr(each, "param_groups")
     return module == "torch" or has_parameters or hasattr(each, "optimizer")
 
 
 def _without_common(averaging: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Averaging state that is a rank's own."""
+    """Averaging state without the fields that all ranks hold in common."""
     if averaging is None:
         return None
     groups = [{**each, "momentum": None, "base": None} for each in averaging["groups"]]
@@ -231,7 +234,7 @@ def _without_common(averaging: dict[str, Any] | None) -> dict[str, Any] | None:
 def _joined(
     first: dict[str, Any] | None, own: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """The first rank's state of averaging with a rank's own residuals, if any."""
+    """Combines rank 0's averaging state with a rank's own residuals, if any."""
     if first is None:
         return None
     residuals = [None] * len(first["groups"])
@@ -246,7 +249,7 @@ def _joined(
 
 @contextlib.contextmanager
 def fitting(found: SavedState, what: str) -> Iterator[None]:
-    """Says which checkpoint does not fit what it is loaded into."""
+    """Turns load errors into a MismatchError that names the checkpoint."""
     try:
         yield
     except ElcheError:

@@ -1,6 +1,6 @@
-"""Files of a checkpoint: there whole or not at all, with their checksums.
+"""Files of a checkpoint: written atomically, with checksums.
 
-What changes the disk is called as ``os.function``: tests put a failing ``os`` there.
+Calls that change the disk are spelled ``os.function``, so tests can replace ``os``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CODES: Final = {
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
-"""Names that safetensors gives to dtypes; other dtypes are stored as bytes."""
+"""safetensors' names of dtypes; other dtypes are stored as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class FileRecord:
     """Length and digest of one file.
 
     Attributes:
-        num_bytes: its length.
-        sha256: its checksum, in hexadecimal.
+        num_bytes: file length.
+        sha256: hexadecimal checksum of the file.
     """
 
     num_bytes: int
@@ -48,10 +48,10 @@ class FileRecord:
 
 
 def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
-    """Writes a file beside its name, and gives it the name when all of it is there.
+    """Writes a partial file and renames it when complete.
 
     Raises:
-        OSError: it cannot be written; nothing has the name, or what had it before.
+        OSError: the file cannot be written; a file that had the name before stays.
     """
     digest, length = hashlib.sha256(), 0
     partial = path.with_name(path.name + PARTIAL)
@@ -78,7 +78,7 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that is still there when the power has failed."""
+    """Makes a folder durably: it survives a power failure."""
     if not path.is_dir():
         os.makedirs(path, exist_ok=True)
         sync_folder(path.parent)
@@ -93,7 +93,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Flushes the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -102,26 +102,26 @@ def sync_folder(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> FileRecord:
-    """Writes a file of JSON; see :func:`write_file`."""
+    """Writes a JSON file; see :func:`write_file`."""
     data = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
     return write_file(path, [memoryview(data)])
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes a file of safetensors, one tensor after the other, without copying all.
+    """Writes a safetensors file one tensor at a time, without copying all.
 
-    Tensors of dtypes that the format has no word for are stored as their bytes.
+    Tensors of dtypes that the format lacks are stored as bytes.
     """
     return write_file(path, _tensor_chunks(tensors))
 
 
 def packed_tensors(tensors: Mapping[str, Tensor]) -> bytearray:
-    """The bytes that `write_tensors` would write."""
+    """Returns the bytes that `write_tensors` would write."""
     return bytearray().join(_tensor_chunks(tensors))
 
 
 def unpacked_tensors(raw: bytearray) -> dict[str, Tensor]:
-    """Tensors of bytes that `packed_tensors` made."""
+    """Returns the tensors in bytes from `packed_tensors`."""
     from safetensors.torch import load
 
     return load(bytes(raw))
@@ -130,7 +130,7 @@ def unpacked_tensors(raw: bytearray) -> dict[str, Tensor]:
 def _tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # The largest items first, so that each tensor begins at a multiple of its own.
+    # Largest item size first, so that each tensor is aligned to its own item size.
     codes = {name: _CODES.get(name_of(t.dtype)) for name, t in tensors.items()}
     items = {n: t.element_size() if codes[n] else 1 for n, t in tensors.items()}
     names = sorted(tensors, key=lambda name: (-items[name], name))
@@ -159,15 +159,15 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def name_of(dtype: Any) -> str:
-    """Name of a dtype in the namespace of torch."""
+    """Name of a dtype without the prefix ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def record_of(path: Path) -> FileRecord:
-    """Reads a file through for its length and checksum.
+    """Reads a whole file and returns its length and checksum.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the file is missing or unreadable.
     """
     digest, length = hashlib.sha256(), 0
     try:
@@ -181,10 +181,10 @@ def record_of(path: Path) -> FileRecord:
 
 
 def check_file(path: Path, expected: FileRecord) -> None:
-    """Compares a file with what was written.
+    """Compares a file with its recorded length and checksum.
 
     Raises:
-        CheckpointError: it is missing, cut off or changed.
+        CheckpointError: the file is missing, truncated or changed.
     """
     found = record_of(path)
     if found.num_bytes != expected.num_bytes:
@@ -196,10 +196,10 @@ def check_file(path: Path, expected: FileRecord) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of JSON.
+    """Reads a JSON file.
 
     Raises:
-        CheckpointError: there is none, or it is none.
+        CheckpointError: the file is missing, unreadable or not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -210,10 +210,10 @@ def read_json(path: Path) -> Any:
 
 
 def open_tensors(path: Path) -> Any:
-    """A file of safetensors, whose `get_tensor` reads a tensor when it is asked for.
+    """Opens a safetensors file, whose `get_tensor` reads tensors on demand.
 
     Raises:
-        CheckpointError: the file is missing, or is not one of safetensors.
+        CheckpointError: the file is missing, or is not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,4 +1,4 @@
-"""In-memory checkpoint, sent to ranks that join."""
+"""In-memory checkpoint, broadcast to ranks that join."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from elche.errors import MismatchError
 
 WHAT: Final = "handing the run's state over"
 PIECE_BYTES: Final = 1 << 24
-"""Also those that need nothing receive it, piece by piece, and keep none."""
+"""Bytes per broadcast; ranks that need no state receive and discard the pieces."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """A checkpoint of one rank that was received; see `Checkpoint`.
+    """A received checkpoint of one rank; see `Checkpoint`.
 
     Attributes:
-        path: its name in errors.
-        manifest: what it holds.
-        state: this rank's part, the shared one, and the model.
+        path: name of the checkpoint in errors.
+        manifest: description of the contents.
+        state: the sending rank's own part, the shared part, and the model.
     """
 
     path: Path
@@ -39,21 +39,21 @@ class HandedOver:
     state: Mapping[str, Any]
 
     def shared(self) -> StateTree:
-        """State that is common to all ranks."""
+        """Returns the state that is common to all ranks."""
         return self.state["shared"]
 
     def of_rank(self, rank: int) -> StateTree:
-        """State of the rank that sent it."""
+        """Returns the own state of the rank that sent the checkpoint."""
         return self.state["own"]
 
     @property
     def model(self) -> dict[str, Tensor]:
-        """The model alone."""
+        """Tensors of the model by name."""
         return dict(self.state["model"])
 
 
 def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
-    """Messages that carry one rank's captured state."""
+    """Encodes one rank's captured state as messages."""
     parts = {"own": held.own, "shared": held.shared, MODEL: encode(held.model, MODEL)}
     trees = {name: tree for name, (tree, _) in parts.items()}
     tensors = {name: one for _, own in parts.values() for name, one in own.items()}
@@ -62,15 +62,15 @@ def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
 
 
 def refused(why: str) -> list[bytearray]:
-    """The messages of a rank that cannot send its state."""
+    """Encodes the reason why a rank cannot send its state."""
     return [bytearray(json.dumps({"error": why}).encode()), bytearray()]
 
 
 def unpacked(messages: list[bytearray]) -> HandedOver:
-    """A checkpoint made of received messages.
+    """Decodes a checkpoint from received messages.
 
     Raises:
-        MismatchError: the rank that was to send it could not.
+        MismatchError: the source rank could not send its state.
     """
     said = json.loads(messages[0])
     if said["error"]:
@@ -90,16 +90,16 @@ def unpacked(messages: list[bytearray]) -> HandedOver:
 def send(
     group: Group, source: int, messages: list[bytearray] | None, *, keeps: bool
 ) -> list[bytearray]:
-    """Sends messages of one rank to all; with all ranks.
+    """Broadcasts messages of one rank; a collective call.
 
     Args:
-        group: of all.
+        group: process group of all ranks.
         source: rank that sends.
-        messages: on that rank.
-        keeps: what comes is wanted here.
+        messages: messages to send; None except on `source`.
+        keeps: True if this rank keeps the received messages.
 
     Returns:
-        The messages, where they are wanted.
+        The messages if `keeps`, else an empty list.
     """
     lengths = [0] * 2 if messages is None else [len(each) for each in messages]
     sizes = torch.tensor(lengths, device="cpu")

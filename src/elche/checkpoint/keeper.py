@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 AT_EXIT_S: Final = 60.0
 FAILED_S: Final = 3.0
-"""Grace period (s) for a checkpoint being written when the process exits or fails."""
+"""Grace period (s) for a checkpoint being written at a failure; at exit, AT_EXIT_S."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints by time.
+    """Settings of periodic checkpoints.
 
     Attributes:
-        folder: where to.
-        every_s: seconds from one to the next.
-        keep: how many are kept, the newest.
+        folder: folder of the checkpoints.
+        every_s: seconds between checkpoints.
+        keep: number of newest checkpoints to keep.
     """
 
     folder: Path
@@ -63,10 +63,10 @@ class CheckpointConfig:
 
     @staticmethod
     def from_environment() -> CheckpointConfig | None:
-        """The configuration that the launcher has set, or None.
+        """Reads the configuration set by the launcher; None if there is none.
 
         Raises:
-            ConfigError: a variable is no number.
+            ConfigError: a variable is not a number.
         """
         folder = os.environ.get("ELCHE_CHECKPOINT_DIR")
         if not folder:
@@ -83,7 +83,7 @@ class CheckpointConfig:
 
 @final
 class CheckpointKeeper(Pauses):
-    """Makes checkpoints of the run under way, and resumes from one."""
+    """Makes checkpoints of the current run, and resumes from one."""
 
     def __init__(self) -> None:
         self._clear()
@@ -114,15 +114,15 @@ class CheckpointKeeper(Pauses):
         *,
         cuts_at_stop: bool = False,
     ) -> None:
-        """A run begins.
+        """Sets up checkpoints for a new run.
 
         Args:
-            run: on this rank.
-            schedulers: that follow it.
-            stops: of a loop that ends by itself when it is asked; None for the user's
+            run: the run on this rank.
+            schedulers: learning rate schedulers that follow the run.
+            stops: stop request of a loop that ends by itself; None for the user's
                 loop, which a signal ends after a last checkpoint.
-            cuts_at_stop: no rank of that loop can leave an epoch alone, so that it is
-                cut even where no checkpoint is made.
+            cuts_at_stop: True to cut the epoch at a stop even without a checkpoint,
+                because no rank of that loop can leave an epoch alone.
         """
 
         def contents_of(registered: Mapping[str, Any]) -> Contents:
@@ -140,17 +140,17 @@ class CheckpointKeeper(Pauses):
     def begin_saved(
         self, run: SavedRun, contents_of: Callable[[Mapping[str, Any]], SavedContents]
     ) -> None:
-        """Anything begins that can be saved; `begin_run` for what `elche.setup` makes.
+        """Sets up checkpoints for any kind of run; `begin_run` is for `elche.setup`.
 
         Args:
-            run: on this rank.
-            contents_of: what is saved, from what the user has registered.
+            run: the run on this rank.
+            contents_of: returns the contents to save, given the registered objects.
         """
         self._run, self._contents_of = run, contents_of
         self.configure(CheckpointConfig.from_environment())
 
     def end_run(self, has_failed: bool = False) -> None:
-        """The run ends when what is being written is written, or takes too long."""
+        """Waits a limited time for pending checkpoints, and resets the keeper."""
         for writer in self._writers.values():
             writer.close(FAILED_S if has_failed else AT_EXIT_S)
         if self._asked:
@@ -160,7 +160,7 @@ class CheckpointKeeper(Pauses):
         self._clear()
 
     def configure(self, config: CheckpointConfig | None) -> None:
-        """Makes checkpoints by time from now on."""
+        """Enables periodic checkpoints; None disables them."""
         self._config = config
         if config is not None:
             self._stores[config.folder] = CheckpointStore(config.folder, config.keep)
@@ -172,10 +172,10 @@ class CheckpointKeeper(Pauses):
             self._plan_next()
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Takes objects whose state belongs to the run.
+        """Registers objects whose state belongs to the run.
 
         Raises:
-            ConfigError: a name is taken, or it is no object with a state.
+            ConfigError: a name is taken, or an object lacks state_dict methods.
         """
         for name, each in objects.items():
             if any(each is other for other in self._registered.values()):
@@ -192,11 +192,11 @@ class CheckpointKeeper(Pauses):
 
     @property
     def num_registered(self) -> int:
-        """Objects that are registered."""
+        """Number of registered objects."""
         return len(self._registered)
 
     def follow(self, scheduler: LRScheduler) -> None:
-        """Takes a scheduler that follows the run."""
+        """Adds a scheduler that follows the run."""
         if not any(scheduler is each for each in self._schedulers):
             self._schedulers.append(scheduler)
 
@@ -212,7 +212,7 @@ class CheckpointKeeper(Pauses):
 
     @property
     def ends_by_cut(self) -> bool:
-        """True if a run that is asked to end cuts the epoch under way."""
+        """True if a stop request cuts the current epoch."""
         return self._cuts_at_end and self._current.can_cut
 
     @property
@@ -227,7 +227,7 @@ class CheckpointKeeper(Pauses):
         return writer is None or not writer.is_busy
 
     def begin_pass(self) -> bool:
-        """The loop goes over the loader; False for a pass that is done already."""
+        """Counts a pass over the loader; returns False if a resumed run has done it."""
         self._passes += 1
         self._has_ended = False
         folder = os.environ.get("ELCHE_RESUME") if self._passes == 1 else None
@@ -240,14 +240,14 @@ class CheckpointKeeper(Pauses):
         return self._passes > self._passes_done
 
     def cut(self, *, is_end: bool) -> None:
-        """Makes the requested checkpoints, inside an epoch."""
+        """Makes the requested checkpoints inside an epoch."""
         wanted = self._agreed("a checkpoint", is_end=is_end)
         self._save(self._epoch, self._passes_before, wanted)
-        self._has_ended = is_end  # asked for meanwhile, it is when the rest is done
+        self._has_ended = is_end  # a stop requested meanwhile takes effect afterwards
 
     @property
     def _passes_before(self) -> int:
-        """Passes over the loader before the one under way, of this epoch."""
+        """Number of this epoch's earlier passes over the loader."""
         return self._passes - 1 if self.counts_epochs else 0
 
     @override
@@ -288,12 +288,12 @@ class CheckpointKeeper(Pauses):
         self._passes_done = loop["passes"]
 
     def end(self) -> None:
-        """A loop has ended as it was asked: the last checkpoint, if none was made."""
+        """Makes the last checkpoint after a stopped loop, if none was made yet."""
         if self._config is not None and not self._has_ended:
             self.save(self._config.folder)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Numbers of the epochs that are left; see `elche.epochs`."""
+        """Yields the numbers of the remaining epochs; see `elche.epochs`."""
         self.is_active = self.counts_epochs = True
         self._count = count
         if isinstance(self._run, Run) and self._run.worker.is_new:
@@ -310,7 +310,7 @@ class CheckpointKeeper(Pauses):
                 self._save(epoch + 1, 0, wanted)
 
     def _agreed(self, where: str, *, asks: bool = False, is_end: bool = False) -> str:
-        """The checkpoints that rank 0 wants; "" if it ``asks`` first and wants none."""
+        """Broadcasts rank 0's plan of checkpoints; "" if ``asks`` and none are due."""
 
         def made() -> str:
             if asks and not self.wants_cut():
@@ -322,7 +322,7 @@ class CheckpointKeeper(Pauses):
         return self._current.agree(made, where)
 
     def save(self, folder: Path) -> None:
-        """Makes a checkpoint now, or inside a loop as soon as all ranks pause."""
+        """Makes a checkpoint now; inside a loop, once all ranks have paused."""
         run, self.is_active = self._current, True
         if run.is_in_epoch:
             run.check_cut()
@@ -365,7 +365,7 @@ class CheckpointKeeper(Pauses):
         return self._contents_of(self._registered)
 
     def _names(self, *, is_end: bool) -> list[tuple[str, str]]:
-        """Folders and names of the checkpoints to make now; on rank 0.
+        """Returns folders and names of the checkpoints to make now; on rank 0.
 
         Folders whose last checkpoint is still being written are skipped.
         """
@@ -408,10 +408,10 @@ class CheckpointKeeper(Pauses):
         return writer
 
     def resume(self, folder: Path) -> bool:
-        """Goes on from the newest checkpoint; see `elche.resume`."""
+        """Resumes from the newest checkpoint; see `elche.resume`."""
         run, self.is_active, self._is_resumed = self._current, True, True
         if isinstance(run, Run) and run.worker.is_new:
-            return False  # its loop adopts the other ranks' position when it begins
+            return False  # its loop starts from the other ranks' position
         found = self._newest(folder)
         if found is None:
             return False
@@ -426,7 +426,7 @@ class CheckpointKeeper(Pauses):
         return True
 
     def _newest(self, folder: Path) -> Checkpoint | None:
-        """The one that rank 0 finds."""
+        """Opens the newest checkpoint that rank 0 finds, on every rank."""
         run = self._current
         found: Checkpoint | None = None
         if run.is_in_epoch:

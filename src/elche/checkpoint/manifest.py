@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: written last, names every file and its checksum."""
+"""Manifest of a checkpoint: written last, lists all files with their checksums."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from elche.checkpoint.files import FileRecord, read_json, write_json
 from elche.errors import CheckpointError
 
 FORMAT: Final = 2
-"""Counted up when files of before cannot be read any more."""
+"""Format version; incremented when older files become unreadable."""
 MANIFEST: Final = "manifest.json"
 SHARED: Final = "shared"
-"""Name of the files of what all ranks hold in common, without suffix."""
+"""Name, without suffix, of the files of the state common to all ranks."""
 MODEL_FILE: Final = "model.safetensors"
 MODEL_PART: Final = "model-rank"
 """Prefix of the model files that ranks write in parts."""
@@ -29,13 +29,13 @@ class Manifest:
     """Contents of a complete checkpoint.
 
     Attributes:
-        name: of the checkpoint, and of its folder.
-        run_id: of the start of the run that wrote it.
-        world_size: ranks that wrote a part.
-        info: what the run wants to know before it reads the rest; plain JSON.
+        name: name of the checkpoint and of its folder.
+        run_id: ID of the run's start that wrote the checkpoint.
+        world_size: number of ranks that wrote a part.
+        info: plain JSON that a run needs before it reads the rest.
         files: length and checksum by file name.
-        versions: of elche, torch and Python.
-        format: of these files.
+        versions: versions of elche, torch and Python.
+        format: format version of the files.
     """
 
     name: str
@@ -53,25 +53,25 @@ def part_of_rank(rank: int) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Makes a checkpoint a complete one.
+    """Writes the manifest, which completes a checkpoint.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the manifest cannot be written.
     """
     body = asdict(manifest)
     write_json(folder / MANIFEST, {"manifest": body, "sha256": _digest(body)})
 
 
 class OtherFormatError(CheckpointError):
-    """Another version of elche wrote the checkpoint."""
+    """Raised for a checkpoint written by another version of elche."""
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
-        OtherFormatError: another version of elche wrote it.
-        CheckpointError: it is damaged.
+        OtherFormatError: another version of elche wrote the checkpoint.
+        CheckpointError: the manifest is damaged.
     """
     whole = read_json(folder / MANIFEST)
     if not isinstance(whole, dict) or not isinstance(whole.get("manifest"), dict):

@@ -1,4 +1,4 @@
-"""Runs as checkpoints see them: of `elche.setup`, of one device, of a pipeline."""
+"""Interfaces of runs to checkpoints: `elche.setup`, single device, pipeline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from elche.runtime.report.notifications import RunNotifications
 
 
 class SavedContents(Protocol):
-    """The objects whose state a checkpoint is, as `Contents` and a pipeline's."""
+    """Interface to the objects whose state a checkpoint holds; see `Contents`."""
 
     def capture(self, loop: Mapping[str, int]) -> Captured:
-        """Copies of everything; with all ranks."""
+        """Copies all state; a collective call."""
 
     def load(self, found: Checkpoint) -> dict[str, Any]:
-        """Puts a checkpoint into them; returns what all ranks held in common."""
+        """Loads a checkpoint into the objects; returns the shared state."""
 
 
 class SavedRun(Protocol):
@@ -25,39 +25,39 @@ class SavedRun(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """Index of this rank."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks of the run."""
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of waits."""
+        """Deadline (s) of waits for other ranks."""
 
     @property
     def is_in_epoch(self) -> bool:
-        """True if an epoch is under way."""
+        """True within an epoch."""
 
     @property
     def can_cut(self) -> bool:
-        """True if it can be interrupted."""
+        """True if the current epoch can be interrupted."""
 
     @property
     def notifications(self) -> RunNotifications:
-        """Lines for the user."""
+        """Channel of messages to the user."""
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """The text that rank 0 makes, on every rank."""
+        """Broadcasts the text that rank 0 makes; returns it on every rank."""
 
     def heeds_signals(self, heeds: bool) -> None:
-        """Tells the launcher whether this rank ends by itself after a signal."""
+        """Notifies the launcher whether this rank exits by itself after a signal."""
 
     def check_cut(self) -> None:
-        """Refuses a checkpoint where the rest of the epoch is unknown."""
+        """Raises if the rest of the epoch is unknown, so no checkpoint can be made."""
 
     def described(self) -> dict[str, Any]:
-        """Progress for the manifest: samples or steps among it."""
+        """Returns progress for the manifest, with samples or steps."""
 
     def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state."""
+        """Continues from a checkpoint's state."""

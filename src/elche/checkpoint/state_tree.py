@@ -1,7 +1,7 @@
-"""Nested state to JSON and tensors, and back exactly. Nothing is pickled.
+"""Lossless conversion of nested state to JSON and tensors, without pickle.
 
-A node that JSON has no word for is an object with the key ``$``, which names what it
-is. Everything else stands for itself.
+A node of a type that JSON lacks is an object whose key ``$`` names the type. All other
+nodes are stored as they are.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Json: TypeAlias = Any
 KIND: Final = "$"
 MOST_DEPTH: Final = 100
 MODEL: Final = "model"
-"""Marker of a tensor that is stored in the model's own file."""
+"""Marker of a tensor stored in the model's own file."""
 _TAKEN = (
     "dicts with keys of str, int and the like, lists, tuples, bool, int, float, "
     "complex, str, bytes, None, dense tensors, numpy arrays and numbers"
 )
 _PLAIN_KEYS = (str, int, float, bool, type(None), bytes)
 _DICTS: Final[dict[type, str]] = {
-    defaultdict: "dict",  # whose factory its owner makes again
+    defaultdict: "dict",  # without its factory, which the owner recreates
     dict: "dict",
     OrderedDict: "ordered",
     Counter: "counter",
@@ -46,33 +46,34 @@ _CONTAINERS: Final = {name: kind for kind, name in {**_DICTS, **_LISTS}.items()}
 def encode(
     tree: StateTree, path: str = "state", model: Mapping[str, Tensor] | None = None
 ) -> tuple[Json, dict[str, Tensor]]:
-    """Takes a tree apart.
+    """Splits a state tree into JSON and tensors.
 
     Args:
-        tree: what to store.
-        path: what the tree is called in messages, and in the names of its tensors.
-        model: tensors that are stored elsewhere, and are only named where they occur.
+        tree: state to store.
+        path: name of the tree, used in errors and as prefix of tensor names.
+        model: tensors that are stored elsewhere and only referenced by name.
 
     Returns:
-        The tree as JSON has it, and its tensors by name. A tensor that occurs more
-        than once is named more than once and stored once.
+        The tree as JSON, and its tensors by name. A tensor that occurs several times
+        is stored once and referenced by that name.
 
     Raises:
-        ConfigError: the tree holds something else than state; the message says where.
+        ConfigError: the tree holds an unsupported value; the message names its place.
     """
     encoder = _Encoder(model or {})
     return encoder.node(tree, path, 0), encoder.tensors
 
 
 def decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> StateTree:
-    """Puts a tree together.
+    """Rebuilds a state tree.
 
     Args:
-        node: what :func:`encode` made of it.
-        tensor: a tensor by its name, from the model's file or from the tree's own.
+        node: JSON from :func:`encode`.
+        tensor: returns a tensor by name; True: from the model's file, False: from the
+            tree's own.
 
     Raises:
-        CheckpointError: no such tree was written by this version.
+        CheckpointError: this version of elche does not write such a tree.
     """
     try:
         return _decode(node, tensor)
@@ -84,10 +85,10 @@ def decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> StateTree:
 
 @final
 class _Encoder:
-    """One pass over a tree.
+    """Encoder of one tree.
 
     Attributes:
-        tensors: what was found, by name.
+        tensors: tensors found so far, by name.
     """
 
     def __init__(self, model: Mapping[str, Tensor]) -> None:
@@ -220,7 +221,7 @@ def _kind(kind: str, value: Json) -> dict[str, Json]:
 
 
 def _memory(value: Tensor) -> tuple[Any, ...] | None:
-    """Identity of a tensor's memory, equal where it is shared; None for empty ones."""
+    """Key of a tensor's memory, equal for equal views; None for empty tensors."""
     if value.layout != torch.strided or value.is_meta or not value.numel():
         return None
     flags = (value.is_conj(), value.is_neg())
@@ -242,4 +243,4 @@ _SCALARS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "dtype": _dtype,
     "device": torch.device,
 }
-"""Decoders of values that JSON has no word for, by kind."""
+"""Decoders of scalar types that JSON lacks, by kind."""

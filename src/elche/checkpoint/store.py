@@ -1,16 +1,16 @@
-"""A folder of checkpoints: which there are, which of them are whole, which are kept.
+"""A folder of checkpoints: finds complete ones, adds new ones, removes old ones.
 
 ::
 
     FOLDER/checkpoint-00000007/rank0.safetensors    tensors that only rank 0 holds
                                rank0.json           the rest of its state, checksums
-                               shared.safetensors   what all ranks hold in common
+                               shared.safetensors   state common to all ranks
                                shared.json
                                model.safetensors    the model alone; of a pipeline
                                model-rank0.safetensors    each rank's layers
-                               manifest.json        written last: now it is complete
+                               manifest.json        written last, marks completeness
 
-It is opened without torch, which only what reads or writes tensors needs.
+Opening a folder does not import torch; only reading or writing tensors does.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _FILE: Final = re.compile(
 
 @final
 class Checkpoint:
-    """A complete checkpoint. What is read is compared with its checksum before.
+    """A complete checkpoint. Files are verified by checksum before they are read.
 
     Args:
-        path: its folder.
-        manifest: what it holds.
+        path: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -78,25 +78,25 @@ class Checkpoint:
         return self.manifest.name
 
     def check(self) -> None:
-        """Reads every file through.
+        """Verifies the checksum of every file.
 
         Raises:
-            CheckpointError: a file is missing or damaged; the message says which.
+            CheckpointError: a file is missing or damaged; the message names it.
         """
         for name in self.manifest.files:
             self._check(name)
 
     @cached_property
     def model(self) -> dict[str, Tensor]:
-        """The model alone, by the names of the bare module."""
+        """Tensors of the model by the uncompiled module's names."""
         stored = self._stored(MODEL_FILE)
         return {name: stored.get_tensor(name) for name in sorted(stored.keys())}
 
     def model_parts(self, wanted: Collection[str]) -> dict[str, Tensor]:
-        """Tensors of a model that ranks wrote in parts, those wanted.
+        """Reads wanted tensors of a model that ranks wrote in parts.
 
         Args:
-            wanted: names; of what else there is, the names alone come, on meta.
+            wanted: names to read; other names map to empty meta tensors.
         """
         import torch
 
@@ -113,20 +113,20 @@ class Checkpoint:
         return found
 
     def shared(self) -> StateTree:
-        """State that is common to all ranks."""
+        """Reads the state that is common to all ranks."""
         return self._part(SHARED)
 
     def of_rank(
         self, rank: int, pick: Callable[[Any], Any] = lambda tree: tree
     ) -> StateTree:
-        """State of one rank.
+        """Reads the state of one rank.
 
         Args:
-            rank: below the manifest's world size.
-            pick: takes of the tree what is wanted; the rest of its tensors is not read.
+            rank: rank below the manifest's world size.
+            pick: selects the part of the tree to decode; other tensors are not read.
 
         Raises:
-            CheckpointError: its file is damaged.
+            CheckpointError: a file of the rank is damaged.
         """
         return self._part(part_of_rank(rank), pick)
 
@@ -158,15 +158,15 @@ class Checkpoint:
 class CheckpointStore:
     """Checkpoints of one run in a folder.
 
-    Ranks write their parts, and rank 0 makes the whole complete. One that is not
-    complete does not count, and goes when a later one is begun.
+    Ranks write their parts, and rank 0 completes the checkpoint. Incomplete checkpoints
+    are ignored, and removed when a later one is begun.
 
     Args:
-        folder: where they lie; need not be there.
-        keep: how many complete ones are kept, the newest.
+        folder: folder of the checkpoints; need not exist.
+        keep: number of newest complete checkpoints to keep.
 
     Attributes:
-        folder: where they lie.
+        folder: folder of the checkpoints.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -175,12 +175,12 @@ class CheckpointStore:
         self._damaged: set[int] = set()
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint of which every byte is as it was written.
+        """Returns the newest complete checkpoint whose checksums match, or None.
 
-        Those that are damaged are passed over, with a line in the log.
+        Damaged checkpoints are skipped with a log line.
 
         Raises:
-            CheckpointError: another version of elche wrote it.
+            CheckpointError: another version of elche wrote the checkpoint.
         """
         for number in sorted(self._numbers(), reverse=True):
             path = self._path(number)
@@ -200,10 +200,10 @@ class CheckpointStore:
         return None
 
     def open(self, name: str) -> Checkpoint:
-        """One that another rank has chosen.
+        """Opens a checkpoint by name, as chosen by another rank.
 
         Raises:
-            CheckpointError: it is not there, damaged, or of another version.
+            CheckpointError: the checkpoint is missing, damaged, or of another version.
         """
         try:
             return Checkpoint(self.folder / name, read_manifest(self.folder / name))
@@ -211,16 +211,16 @@ class CheckpointStore:
             raise CheckpointError(f"{self.folder / name}: {error}") from error
 
     def newest_name(self) -> str | None:
-        """The newest that was completed, unread: it may have been damaged since."""
+        """Name of the newest complete checkpoint, without verifying its files."""
         complete = self._complete()
         return self._path(complete[-1]).name if complete else None
 
     def next_name(self) -> str:
-        """A name after all that are there, complete or not; for rank 0 to choose."""
+        """Name after all existing checkpoints, complete or not; called on rank 0."""
         return self._path(max(self._numbers(), default=0) + 1).name
 
     def begin(self, name: str) -> None:
-        """Makes a checkpoint's folder, and removes what was begun before it in vain.
+        """Makes a checkpoint's folder, and removes earlier incomplete checkpoints.
 
         Raises:
             OSError: the folder cannot be made.
@@ -232,10 +232,10 @@ class CheckpointStore:
         make_folder(self.folder / name)
 
     def complete(self, manifest: Manifest) -> None:
-        """Makes a checkpoint count, and removes those that are kept no longer.
+        """Completes a checkpoint, and removes those beyond the number to keep.
 
         Raises:
-            OSError: it cannot be written; it does not count then.
+            OSError: the manifest cannot be written; the checkpoint stays incomplete.
         """
         write_manifest(self.folder / manifest.name, manifest)
         self._damaged.discard(_number(manifest.name))
@@ -245,14 +245,14 @@ class CheckpointStore:
                 self._remove(self._path(number))
 
     def drop(self, name: str) -> None:
-        """Removes a checkpoint that could not be completed: a full disk needs room."""
+        """Removes an incomplete checkpoint to free disk space."""
         if not (self.folder / name / MANIFEST).exists():
             self._remove(self.folder / name)
 
     def _remove(self, path: Path) -> None:
-        """From its manifest on, so that one that is half removed does not count.
+        """Removes a checkpoint, manifest first, so a half-removed one is incomplete.
 
-        Of a link that alone; files of others stay, and their folder.
+        For a symbolic link, removes only the link. Foreign files and their folder stay.
         """
         with contextlib.suppress(OSError):
             if path.is_symlink():
@@ -267,7 +267,7 @@ class CheckpointStore:
             remove(path)
 
     def _complete(self) -> list[int]:
-        """Numbers of the complete ones, rising."""
+        """Numbers of the complete checkpoints in ascending order."""
         return sorted(n for n in self._numbers() if (self._path(n) / MANIFEST).exists())
 
     def _numbers(self) -> list[int]:

@@ -1,7 +1,7 @@
-"""A thread that writes a rank's part of each checkpoint beside training.
+"""A thread that writes a rank's part of each checkpoint in the background.
 
-What it is given are copies: the training thread neither waits for the disk nor for the
-other ranks. A checkpoint that cannot be written is a warning, and not a failure.
+It works on copies, so the training thread waits neither for the disk nor for other
+ranks. A checkpoint that cannot be written causes a warning, not a failure.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Records = dict[str, FileRecord]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One checkpoint, as this rank writes it.
+    """This rank's part of one checkpoint to be written.
 
     Attributes:
-        name: of the checkpoint.
-        held: what is written.
-        info: on rank 0, for the manifest; None elsewhere.
+        name: name of the checkpoint.
+        held: captured state to write.
+        info: entries for rank 0's manifest; None on other ranks.
     """
 
     name: str
@@ -55,15 +55,15 @@ class _Job:
 
 @final
 class CheckpointWriter:
-    """Writes one rank's parts, and on rank 0 what makes them a checkpoint.
+    """Writes one rank's parts, and on rank 0 also the manifest.
 
     Args:
-        store: where to; the same folder on all ranks.
-        rank: this rank.
-        world_size: ranks that write parts.
-        run_id: of this start of the run, the same on all ranks.
-        deadline_s: within which rank 0 expects the parts of the others.
-        living: how many ranks the run has now; None: as many as at the start.
+        store: store to write to; the same folder on all ranks.
+        rank: index of this rank.
+        world_size: number of ranks that write parts.
+        run_id: ID of this start of the run, the same on all ranks.
+        deadline_s: time limit of rank 0's wait for another rank's part.
+        living: returns the number of live ranks; None: all ranks stay alive.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """True if one is being written: another would wait, and hold its copies."""
+        """True if a checkpoint is queued or being written."""
         with self._changed:
             return bool(self._jobs)
 
@@ -97,7 +97,7 @@ class CheckpointWriter:
         """Queues a checkpoint for the writer thread and returns at once.
 
         Args:
-            name: of the checkpoint, from rank 0's `CheckpointStore.next_name`.
+            name: name of the checkpoint, from rank 0's `CheckpointStore.next_name`.
             held: captured state to write.
             info: plain JSON for rank 0's manifest, read before the tensors.
         """
@@ -112,11 +112,11 @@ class CheckpointWriter:
                 self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until all that was begun is written; on rank 0, by all ranks.
+        """Waits until all queued checkpoints are written; on rank 0, by all ranks.
 
         Raises:
-            CheckpointError: the last one could not be written.
-            DeadlineError: it takes longer.
+            CheckpointError: the last checkpoint could not be written.
+            DeadlineError: writing takes longer than `timeout_s`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._jobs, timeout_s):
@@ -128,7 +128,7 @@ class CheckpointWriter:
                 raise CheckpointError(self._failure)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread when all is written, or the time is over."""
+        """Ends the thread once all checkpoints are written or the time is over."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._jobs, timeout_s):
                 name = self._jobs[0].name
@@ -221,17 +221,17 @@ def _write_part(
     tensors: Mapping[str, Tensor],
     before: Records,
 ) -> Records:
-    """Writes one part: its tensors, and then the rest, which says that it is there.
+    """Writes one part: first its tensors, then the JSON file that marks it complete.
 
     Args:
-        path: of the part, without its files' endings.
-        run_id: to know by whether it belongs to this checkpoint.
-        tree: the state without its tensors, as JSON has it.
-        tensors: those.
-        before: what the rank has written besides, which the part is to name.
+        path: path of the part without file extension.
+        run_id: ID that marks the part as belonging to this start of the run.
+        tree: state as JSON, without its tensors.
+        tensors: tensors of the state by name.
+        before: records of the rank's earlier files, which the part lists too.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     name = f"{path.name}.safetensors"
     files = {**before, name: write_tensors(path.with_name(name), tensors)}
@@ -242,10 +242,10 @@ def _write_part(
 
 
 def _written_part(folder: Path, rank: int, run_id: str) -> Records | None:
-    """Records of the files that a rank has written; None until it has.
+    """Returns records of the files that a rank has written; None until they exist.
 
     Raises:
-        CheckpointError: it says that it cannot, or what it wrote cannot be read.
+        CheckpointError: the rank reported a failure, or its files are unreadable.
     """
     part = part_of_rank(rank)
     refusal, rest = folder / f"{part}.failed", folder / f"{part}.json"

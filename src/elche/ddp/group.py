@@ -1,7 +1,7 @@
-"""A process group of torch's, as elche's reductions use it.
+"""Adapter from a torch process group to elche's `Group`.
 
-It belongs to the user: nothing here closes it. Where a collective fails in shared
-memory, the error names the missing ranks; gloo's own error names none.
+The user owns the process group: nothing here closes it. If a collective fails in
+shared memory, the error names the missing ranks; gloo's own error names none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class TorchGroup(Group):
     """Wraps a ``torch.distributed`` process group.
 
     Args:
-        process_group: the group; this rank is one of its members.
+        process_group: process group that this rank is a member of.
         timeout_s: deadline of a collective.
 
     Attributes:
         torch_group: the wrapped group.
-        control_device: where small messages must be.
-        is_mixed: ranks compute on devices of several kinds.
-        pids: processes of the ranks, where all are on this host: a wait in shared
-            memory ends when one of them has ended.
+        control_device: device of small messages (the backend requires it).
+        is_mixed: True if ranks compute on devices of several types.
+        pids: process IDs of the ranks if all are on this host, else empty; a wait in
+            shared memory fails when one of them has exited.
     """
 
     def __init__(self, process_group: Any, timeout_s: float) -> None:
@@ -61,7 +61,7 @@ class TorchGroup(Group):
         return self.torch_group.allreduce([tensor], self._options)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        """Sums in place, and waits; host tensors pass through NCCL's device."""
+        """Sums in place and blocks; under NCCL, host tensors are staged on the GPU."""
         on_host = tensor.device.type == "cpu"
         near = tensor.to(self.control_device) if on_host else tensor
         self.wait(self.all_reduce_async(near), what)
@@ -70,16 +70,19 @@ class TorchGroup(Group):
 
     @override
     def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
-        """Copies by a sum, with this group's deadline and NCCL's device."""
+        """Broadcasts by an all-reduce in which the other ranks contribute zeros.
+
+        So it uses this group's deadline and device.
+        """
         if self.rank != source:
             tensor.zero_()
         self.all_reduce(tensor, what)
 
     def sibling(self) -> TorchGroup:
-        """Forms another group of the same ranks, together with all of them.
+        """Forms another group of the same ranks; a collective call.
 
-        Its collectives are ordered for themselves: they may run inside a backward pass
-        beside this group's.
+        Its collectives have their own order, so they may run inside a backward pass
+        concurrently with this group's.
         """
         made = dist.new_group(
             dist.get_process_group_ranks(self.torch_group),
@@ -93,11 +96,11 @@ class TorchGroup(Group):
         return sibling
 
     def close(self) -> None:
-        """Leaves the group as it is: it is the user's."""
+        """Does nothing: the user owns the process group."""
 
 
 def _explained(text: str, missing: Sequence[int]) -> CommunicationError:
-    """The error of a collective that failed, with what to look for."""
+    """Returns the error of a failed collective, with its likely causes."""
     error = late_error(text, missing)
     return type(error)(
         f"{error}. A rank has ended, hangs, or skipped this step (a rank without a "
@@ -106,14 +109,14 @@ def _explained(text: str, missing: Sequence[int]) -> CommunicationError:
 
 
 def as_group(process_group: Any, timeout_s: float | None) -> TorchGroup:
-    """The group to reduce in.
+    """Wraps the process group in which gradients are reduced.
 
     Args:
-        process_group: a torch process group, or None for torch's default one.
-        timeout_s: deadline of a collective; None: the group's own.
+        process_group: a torch process group, or None for torch's default group.
+        timeout_s: deadline of a collective; None: the process group's timeout.
 
     Raises:
-        ConfigError: there is no such group, or this rank is not in it.
+        ConfigError: there is no process group, or this rank is not a member.
     """
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -134,7 +137,7 @@ def as_group(process_group: Any, timeout_s: float | None) -> TorchGroup:
 
 
 def _has_ended(pid: int) -> bool:
-    """True if a process of this host is no more, or only waits to be collected."""
+    """True if a process of this host has exited, or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0] in "ZX"

@@ -36,7 +36,7 @@ REFUSED = {
     "mixed_precision": "run the model under torch.autocast",
     "param_to_hook_all_reduce": _IN_ORDER,
 }
-"""Arguments that are refused unless they ask for nothing, and what to do instead."""
+"""Arguments that are refused unless they are off, with the alternative to each."""
 CHOICES = {
     "loss_reduction": ("mean", "sum"),
     "weight_by": ("samples", "ranks"),
@@ -46,7 +46,7 @@ CHOICES = {
 
 
 def refuse_arguments(given: dict[str, Any]) -> None:
-    """Raises ConfigError for arguments that would reduce gradients in another way."""
+    """Removes unsupported arguments; raises ConfigError if one of them is set."""
     for name, instead in REFUSED.items():
         value = given.pop(name, None)
         asks_nothing = value is None or value is False
@@ -57,7 +57,7 @@ def refuse_arguments(given: dict[str, Any]) -> None:
 
 
 def cap_mb(model: nn.Module) -> float:
-    """Most MiB of a bucket; small enough to overlap, few enough to be cheap."""
+    """Default bucket capacity (MiB): small enough to overlap, few messages."""
     size = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     return min(MOST_CAP_MB, max(LEAST_CAP_MB, size / MIB / BUCKETS_AIMED_AT))
 
@@ -68,22 +68,22 @@ def compare(
     ignored: frozenset[str],
     settings: Mapping[str, Any],
 ) -> None:
-    """Compares everything that must be the same on every rank, but values.
+    """Compares model layouts and settings across ranks, but not values; collective.
 
-    What cannot be reduced is sent as a problem, so that all ranks raise instead of
-    waiting for the one that has it. Ranks that all compute on the CPU of one host then
-    share memory, and watch each other's processes.
+    A rank whose model cannot be reduced sends its error, so that all ranks raise
+    instead of waiting for it. If all ranks compute on the CPU of one host, they then
+    agree to share memory and watch each other's processes.
 
     Args:
-        group: all ranks, which call this together.
-        model: the model.
+        group: process group of all ranks.
+        model: model to be wrapped.
         ignored: names of parameters and buffers that stay local.
-        settings: of the wrapper.
+        settings: the wrapper's arguments by name.
 
     Raises:
-        ConfigError: a rank has something that cannot be reduced.
+        ConfigError: a rank has a tensor or layer that cannot be reduced.
         MismatchError: ranks differ; the message names the difference.
-        CommunicationError: ranks did not come together.
+        CommunicationError: a rank did not arrive in time.
     """
     for name, choices in CHOICES.items():
         check_choice(name, settings[name], choices)
@@ -123,7 +123,7 @@ def compare(
 def _found(
     model: nn.Module, ignored: frozenset[str], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Settings and layout by name.
+    """Returns settings and model layout by name.
 
     Raises:
         ConfigError: the model cannot be reduced.
@@ -145,7 +145,7 @@ def _found(
 def refuse_converted(
     trained: Mapping[str, nn.Parameter], dtypes: Sequence[torch.dtype]
 ) -> None:
-    """Raises ConfigError for a parameter whose dtype is not that when wrapped."""
+    """Raises ConfigError if a parameter's dtype has changed since wrapping."""
     for (name, parameter), dtype in zip(trained.items(), dtypes, strict=True):
         if parameter.dtype is not dtype:
             raise ConfigError(
@@ -160,19 +160,19 @@ def refuse_changes(
     trained: Mapping[str, nn.Parameter],
     ignored: frozenset[str],
 ) -> None:
-    """Refuses a model that trains other parameters than those that are reduced.
+    """Refuses a model whose trained parameters are not those that are reduced.
 
-    What it holds elsewhere now (pruning and parametrizations move parameters) is still
+    Parameters that pruning or a parametrization has moved to another name are still
     reduced.
 
     Args:
-        group: all ranks.
-        model: the model, as it is now.
-        trained: parameters that are reduced, by their names when it was wrapped.
+        group: process group of all ranks.
+        model: wrapped model in its present state.
+        trained: reduced parameters by their names at wrapping.
         ignored: names of parameters that stay local.
 
     Raises:
-        ConfigError: names one, or a SyncBatchNorm layer that is in no group.
+        ConfigError: names such a parameter, or a SyncBatchNorm layer without a group.
     """
     held = {id(parameter) for parameter in model.parameters()}
     reduced = {id(parameter) for parameter in trained.values()}

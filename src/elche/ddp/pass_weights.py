@@ -1,10 +1,10 @@
 """Weights of the backward passes whose gradients ``p.grad`` holds.
 
-A pass under ``no_sync()`` leaves its gradients on this rank. Where the passes of a rank
-weigh alike nothing is done to them. Else a pass's gradients are multiplied, before they
-are added, by its weight over that of the first pass, and the reduction multiplies the
-sum by what is common to all. So k passes give k times the mean over the union of their
-batches, as k equal ones do under torch's wrapper.
+A pass under ``no_sync()`` accumulates its gradients locally. If all passes of a rank
+have the same weight, the gradients stay unscaled. Otherwise each pass's gradients are
+multiplied by its weight over the first pass's weight before they are added; the
+reduction applies the common factor. So k passes give k times the mean over the union of
+their batches, as k equal passes do under torch's wrapper.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ OUTSIDE = -1
 
 @dataclass(slots=True)
 class _Pass:
-    """A backward pass under way.
+    """A backward pass in progress.
 
     Attributes:
-        given: weight that was set for it; None: samples count.
-        counted: samples of its forward passes.
-        forwards: those that it goes through.
-        reduces: a forward pass of it was outside of ``no_sync()``.
-        has_gradients: a parameter has received one.
-        is_closed: its reduction has begun.
-        is_weighed: its weight has been compared with those of passes before.
-        before: weights of the passes before, once it is closed.
+        given: weight set by `set_weight`; None: the number of samples.
+        counted: total samples of its forward passes.
+        forwards: forward passes that it runs through.
+        reduces: True if one of its forward passes was outside of ``no_sync()``.
+        has_gradients: True once a parameter has received a gradient.
+        is_closed: True once its reduction has begun.
+        is_weighed: True once its gradients were scaled relative to earlier passes.
+        before: weights of the earlier passes, set at closing.
     """
 
     given: float | None
@@ -65,9 +65,9 @@ class _Forward:
     """A forward pass.
 
     Attributes:
-        samples: its weight, unless another one is given.
-        reduces: its gradients are reduced; else accumulated.
-        counted_in: the last backward pass in which it was counted.
+        samples: its batch size, used as weight unless `set_weight` overrides it.
+        reduces: True if its gradients are reduced, not only accumulated.
+        counted_in: ID of the last backward pass that counted it.
     """
 
     samples: float
@@ -77,17 +77,17 @@ class _Forward:
 
 @final
 class PassWeights:
-    """Counts what this rank weighs in the next reduction.
+    """Accumulates this rank's weight for the next reduction.
 
     Args:
-        parameters: all that are reduced.
-        is_mean: losses are means; else sums, of which none is scaled.
+        parameters: all reduced parameters.
+        is_mean: True if losses are means; gradients of sum losses are not scaled.
 
     Attributes:
-        given: weight that was set for the next backward pass; None: samples count.
+        given: weight set for the next backward pass; None: the number of samples.
         expected: the last forward pass, if its backward pass has not begun.
-        current: the backward pass under way, if it counts.
-        sent: the pass of the reduction under way, which may still lack gradients.
+        current: the backward pass in progress, or None if it runs past the wrapper.
+        sent: pass whose reduction is in progress and may still lack gradients.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, is_mean: bool) -> None:
@@ -109,19 +109,19 @@ class PassWeights:
         outputs: Iterable[torch.Tensor],
         begin: Callable[[], None] | None,
     ) -> None:
-        """A forward pass has ended.
+        """Records a finished forward pass and hooks its outputs.
 
         Args:
-            weight: its samples, which count in its backward pass.
-            outputs: through which its backward pass goes.
-            begin: called when another backward pass comes to them; None: gradients are
-                accumulated, and not reduced.
+            weight: number of its samples, added to its backward pass's weight.
+            outputs: tensors through which its backward pass enters the model.
+            begin: called when a backward pass reaches the outputs; None: gradients are
+                only accumulated.
         """
         if begin is None and not self._nodes:  # not those of autograd.grad
             self._nodes = accumulation_nodes(self._parameters)
             hook_accumulation(self._nodes, self._weighed)
         if graph_task_id() == OUTSIDE:
-            self.current = None  # of a backward pass that was broken off
+            self.current = None  # left by an aborted backward pass
         self.expected = forward = _Forward(weight, begin is not None)
 
         def count(gradient: torch.Tensor) -> None:
@@ -133,22 +133,23 @@ class PassWeights:
                 output.register_hook(count)
 
     def is_local(self) -> bool:
-        """True if the backward pass under way is one to accumulate.
+        """True if the current backward pass only accumulates gradients.
 
-        torch reduces one if a forward pass before it, outside of ``no_sync()``, had no
-        backward pass.
+        torch reduces such a pass if an earlier forward pass outside of ``no_sync()``
+        had no backward pass.
         """
         current = self._note_gradient()
         return current is not None and not current.reduces
 
     def close(self, *, is_joining: bool) -> tuple[float, float]:
-        """A reduction begins.
+        """Closes the accumulated passes at the start of a reduction.
 
         Args:
-            is_joining: outside of a backward pass, with what is accumulated alone.
+            is_joining: True outside of a backward pass: only accumulated gradients are
+                reduced.
 
         Returns:
-            This rank's weight, and what its gradients are multiplied by.
+            This rank's weight, and the factor of its gradients.
 
         Raises:
             ConfigError: weights were set for some passes and counted for others.
@@ -176,7 +177,10 @@ class PassWeights:
         return sum(weights), first * len(weights)
 
     def _refuse_uneven(self) -> None:
-        """Two backward passes of one forward pass would count its samples twice."""
+        """Refuses uneven weights if forward passes had different backward counts.
+
+        Two backward passes of one forward pass would count its samples twice.
+        """
         passes = self._passes
         times = Counter(id(forward) for each in passes for forward in each.forwards)
         if len(set(times.values())) > 1 and len({each.weight for each in passes}) > 1:
@@ -188,14 +192,14 @@ class PassWeights:
             )
 
     def _note_gradient(self) -> _Pass | None:
-        """A parameter has received a gradient; returns the pass, if it counts.
+        """Records a gradient for the current pass; returns the pass, if there is one.
 
-        With a static graph the first reduction begins after the pass has ended.
+        With a static graph the first reduction begins after its pass has ended.
         """
         if self.current is None:
-            if self.expected is not None:  # the loss goes around the outputs
+            if self.expected is not None:  # the loss bypasses the outputs
                 self._enter(self.expected)
-            elif self.sent is not None:  # so do the gradients that it lacks
+            elif self.sent is not None:  # so do its missing gradients
                 self.current = self.sent
                 queue_callback(self._end)
             elif self._ended is not None:
@@ -206,10 +210,10 @@ class PassWeights:
         return self.current
 
     def _enter(self, forward: _Forward) -> bool:
-        """Counts a forward pass, once per backward pass that comes to its outputs.
+        """Counts a forward pass once per backward pass that reaches its outputs.
 
         Returns:
-            It is the first one of this backward pass.
+            True if it is the first forward pass of this backward pass.
         """
         task = graph_task_id()
         if forward.counted_in == task != OUTSIDE:
@@ -251,7 +255,7 @@ class PassWeights:
         return is_new
 
     def _refuse_uncounted(self, sent: _Pass, forward: _Forward) -> None:
-        """Another backward brings the gradients that a reduction under way lacks."""
+        """Refuses a second backward that completes a reduction from other samples."""
         is_known = any(each is forward for each in sent.forwards)
         if not is_known and sent.given is None and forward.samples:
             raise ConfigError(
@@ -261,7 +265,7 @@ class PassWeights:
             )
 
     def _end(self) -> None:
-        """The backward pass has ended."""
+        """Closes the current pass at the end of backward."""
         current, self.current = self.current, None
         if current is None or current.is_closed:
             return
@@ -277,7 +281,7 @@ class PassWeights:
         ]
 
     def _add(self, current: _Pass) -> None:
-        """Its gradients are in ``p.grad``, or will be."""
+        """Adds a pass whose gradients ``p.grad`` holds or will hold."""
         self._passes.append(current)
         if len({each.given is None for each in self._passes}) == 2:
             self._passes.clear()
@@ -288,9 +292,9 @@ class PassWeights:
             )
 
     def _weighed(self, gradients: Gradients) -> Gradients:
-        """Gradients before they are added."""
+        """Scales gradients by their pass's weight before they are accumulated."""
         current = self._note_gradient()
-        if current is None:  # of a forward pass beside the wrapper
+        if current is None:  # of a forward pass outside of the wrapper
             return gradients
         weight, before = current.weight, current.before
         if not current.is_closed:
@@ -308,10 +312,10 @@ class PassWeights:
         return scaled(gradients, weight / first if weight else 0.0)
 
     def _forget_dropped(self) -> None:
-        """Forgets accumulated passes whose gradients the loop has dropped.
+        """Forgets accumulated passes whose gradients the loop has cleared.
 
-        They are None or zeros then, and have been written to since. A gradient may well
-        be zero, so zeros that nobody wrote are there.
+        Cleared gradients are None, or zeros of another version. Zeros of the same
+        version are real gradients.
         """
         left = reversed(self._left)
         is_there = (p.grad is not None and _state(p.grad) == state for p, state in left)
@@ -323,7 +327,7 @@ class PassWeights:
 
 
 def _state(gradient: torch.Tensor) -> tuple[int, Any]:
-    """Another one when the gradient has been replaced or written to."""
+    """Identity and version: differs once the gradient was replaced or written to."""
     return id(gradient), version(gradient)
 
 
@@ -332,9 +336,9 @@ def _is_something(parameter: nn.Parameter) -> bool:
 
 
 def samples_in(inputs: Any, dim: int) -> float:
-    """Samples of a batch: the size of its first tensor along ``dim``; 1 without one.
+    """Batch size: the first tensor's size along ``dim``; 1 if there is no tensor.
 
-    Of packed sequences their number.
+    For packed sequences, the number of sequences.
     """
     if isinstance(inputs, nn.utils.rnn.PackedSequence):
         return float(inputs.batch_sizes[0]) if len(inputs.batch_sizes) else 0.0

@@ -1,13 +1,13 @@
 """The communication hook of `elche.DistributedDataParallel`.
 
-A rank knows its own weight when backward begins, not the others'. It sends its
-gradients times w_r / T, where T is the total of the pass before, and in a small message
-beside them its weight. The sum is multiplied by T / N, N being the true total, which
-falls away where the total stays the same. In the first pass, and for float16, whose
-range that could leave, ranks wait for N first.
+When backward begins, a rank knows its own weight w_r but not the others'. It sends its
+gradients times w_r / T, where T is the previous pass's total weight, and its weight in
+a small message. The sum is then multiplied by T / N, where N is the true total; this
+step is skipped if N equals T. In the first pass, and for float16, where T / N could
+overflow, ranks wait for N first.
 
-All futures are completed inside the hook of the last bucket: the thread that computes
-is the only one that waits, with a deadline.
+All futures are completed inside the hook of the last bucket, so only the computing
+thread waits, with a deadline.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from elche.errors import MismatchError
 Reduced = torch.futures.Future[torch.Tensor]
 UserHook = Callable[[Any, dist.GradBucket], Reduced]
 FACTS = 3
-"""Numbers that each rank sends: its weight, buffers written (0 or 1), their layout."""
+"""Count of numbers per rank: weight, buffers written (0 or 1), buffer layout."""
 AGREEING = "agreeing on weights"
 REDUCING = "reducing gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class DdpReduction:
-    """One reduction.
+    """Statistics of one reduction.
 
     Attributes:
-        weights: of each rank; 0 for one that had nothing to contribute.
+        weights: weight of each rank; 0 for a rank that contributed nothing.
         wait_s: seconds from the last bucket to the last sum.
     """
 
@@ -54,7 +54,7 @@ class DdpReduction:
 
 @dataclass(slots=True)
 class _Message:
-    """A bucket under way: its memory flat and real, and as torch has it."""
+    """A bucket in flight: its memory as flat real numbers, and torch's tensor."""
 
     exchange: Exchange
     flat: torch.Tensor
@@ -66,15 +66,14 @@ class _Message:
 class BufferBroadcast:
     """Keeps the buffers of one model equal on all ranks.
 
-    torch's DistributedDataParallel broadcasts all buffers of rank 0 before a forward
-    pass, so that an evaluation on one rank waits for the others. Here they are sent
-    after a backward pass in which some rank has written one, from the lowest rank that
-    had a batch.
+    torch's DistributedDataParallel broadcasts rank 0's buffers before a forward pass,
+    so an evaluation on one rank blocks on the others. Here the lowest rank with a batch
+    broadcasts its buffers after a backward pass in which a rank has written one.
 
     Args:
-        model: the model; its present buffers are looked up at every call.
+        model: model whose current buffers are read at every call.
         ignored: names of buffers that stay local.
-        group: the process group.
+        group: process group of all ranks.
     """
 
     def __init__(
@@ -86,9 +85,9 @@ class BufferBroadcast:
         self._watch = BufferWatch(model)
 
     def facts(self) -> tuple[float, float]:
-        """1 if this rank wrote a buffer since the last broadcast; the layout's digest.
+        """Returns 1 if this rank wrote a buffer since the last broadcast, and a digest.
 
-        Other names, shapes or dtypes have another digest.
+        The digest covers the names, shapes and dtypes of the buffers.
         """
         names = [name for name, _ in self._model.named_buffers()]
         wrote = any(names[at] not in self._ignored for at in self._watch.written())
@@ -96,11 +95,11 @@ class BufferBroadcast:
         return float(wrote), float(zlib.crc32(repr(layout).encode()))
 
     def send(self, layouts: Sequence[float], source: int) -> None:
-        """Copies the buffers of rank ``source`` to all, with all ranks.
+        """Broadcasts the buffers of rank ``source``; a collective call.
 
         Raises:
             MismatchError: the ranks' layouts differ.
-            CommunicationError: it failed, or a rank did not arrive in time.
+            CommunicationError: the broadcast failed, or a rank timed out.
         """
         for rank, layout in enumerate(layouts):
             if layout != layouts[0]:
@@ -123,26 +122,26 @@ class BufferBroadcast:
 
 @final
 class WeightedReduction:
-    """Reduces torch's gradient buckets by the weights of the ranks.
+    """Reduces torch's gradient buckets, weighted by rank.
 
     Args:
-        group: all ranks.
-        passes: counts this rank's weight.
-        buffers: broadcast after each reduction; None: they stay local.
-        is_mean: the sum is divided by the total weight.
-        has_float16: a gradient is float16.
-        overlaps: buckets are sent when they are complete; else all after the last.
+        group: process group of all ranks.
+        passes: counter of this rank's weight.
+        buffers: buffers to broadcast after each reduction; None: they stay local.
+        is_mean: True if the sum is divided by the total weight.
+        has_float16: True if a gradient is float16.
+        overlaps: True to send each bucket once it is complete, else all after the last.
 
     Attributes:
-        last: the last reduction.
-        is_armed: torch's reducer expects a backward pass.
-        is_under_way: it has begun, and not all sums are there; so it stays after an
+        last: statistics of the last reduction.
+        is_armed: True if torch's reducer expects a backward pass.
+        is_under_way: True from the first bucket to the last sum; stays True after an
             error.
-        is_joining: the reduction is of what was accumulated alone.
-        divides_by_world: the mean is divided by all ranks, not only by those that
+        is_joining: True if only accumulated gradients are reduced, without a batch.
+        divides_by_world: True to divide the mean by all ranks, not only by those that
             contributed.
-        user_hook: takes the place of the exchange, with its state.
-        at_end: called when a reduction has ended inside a backward pass, if given.
+        user_hook: the user's state and hook, called in place of the exchange.
+        at_end: optional callback at the end of a reduction inside a backward pass.
     """
 
     def __init__(
@@ -181,10 +180,10 @@ class WeightedReduction:
 
     @torch.no_grad()
     def reduce(self, bucket: dist.GradBucket) -> Reduced:
-        """Reduces one bucket, and with the last one ends the reduction.
+        """Reduces one bucket; the last bucket completes the reduction.
 
         Raises:
-            CommunicationError: it failed, or a rank did not arrive in time.
+            CommunicationError: the reduction failed, or a rank timed out.
         """
         buffer, is_last = bucket.buffer(), bucket.is_last()
         devices: Any = [] if buffer.device.type == "cpu" else [buffer.device]
@@ -213,7 +212,7 @@ class WeightedReduction:
         return future
 
     def _begin(self) -> None:
-        """Sends this rank's weight, and whether it has written buffers."""
+        """Sends this rank's weight and buffer facts, and sets the gradients' scale."""
         group, buffers = self._group, self._buffers
         is_joining = self.is_joining or not self.is_armed
         self.is_armed = False
@@ -242,7 +241,7 @@ class WeightedReduction:
         self._scale = self._scale / self._reference if self._reference else 0.0
 
     def _agreed(self) -> float:
-        """The factor of every sum, once all ranks have sent what they weigh."""
+        """Waits for the weights of all ranks; returns the factor of every sum."""
         if self._factor is not None:
             return self._factor
         assert self._control is not None
@@ -267,7 +266,7 @@ class WeightedReduction:
             exchange.reclaim(REDUCING)
         message = exchange.contribution(0)
         if self._scale == 0.0:
-            message.zero_()  # and not 0 times what may be infinite
+            message.zero_()  # not 0 times a value that may be infinite
         elif message.device == flat.device:
             torch.mul(flat, self._scale, out=message)
         else:
@@ -276,7 +275,7 @@ class WeightedReduction:
         return _Message(exchange, flat, buffer, future)
 
     def _exchange(self, index: int, flat: torch.Tensor) -> Exchange:
-        """The exchange of a bucket, opened by all ranks when its size is new."""
+        """Returns a bucket's exchange; a collective call if its size is new."""
         kind = flat.numel(), flat.dtype
         known = self._exchanges.get(index)
         if known is None or known[0] != kind:
@@ -288,13 +287,13 @@ class WeightedReduction:
         return known[1]
 
     def _is_there(self, message: _Message) -> bool:
-        """True if its sum can be taken without waiting."""
+        """True if the bucket's sum can be collected without waiting."""
         assert self._control is not None
         has_weights = self._factor is not None or self._control.poll()
         return has_weights and message.exchange.poll()
 
     def _collect(self, message: _Message) -> None:
-        """Waits for a sum, and completes its future."""
+        """Waits for a bucket's sum and completes its future."""
         exchange, flat, factor = message.exchange, message.flat, self._agreed()
         if exchange.keeps_contribution:
             exchange.wait(REDUCING)
@@ -307,7 +306,7 @@ class WeightedReduction:
         message.future.set_result(message.bucket)
 
     def _end(self, wait_s: float) -> None:
-        """All sums are there."""
+        """Finishes the reduction: records it, broadcasts buffers, calls `at_end`."""
         self._agreed()
         weights = self._weights
         self._reference = sum(weights) or self._reference
@@ -324,7 +323,10 @@ class WeightedReduction:
     def _by_user_hook(
         self, bucket: dist.GradBucket, state: Any, hook: UserHook
     ) -> Reduced:
-        """Torch's hooks divide by the number of ranks, which is made up for before."""
+        """Runs the user's hook on gradients scaled by the world size.
+
+        Torch's hooks divide by the world size.
+        """
         share = self._group.world_size * self._scale
         if self._is_mean:
             self._agreed()

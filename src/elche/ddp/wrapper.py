@@ -1,13 +1,13 @@
-"""`elche.DistributedDataParallel`: torch's, for ranks that are not equal.
+"""`elche.DistributedDataParallel`: torch's wrapper for ranks of unequal speed.
 
-Replace the import, and a script for torchrun trains as before, under `elche run` too::
+Replace the import, and a torchrun script trains as before, also under `elche run`::
 
     torch.distributed.init_process_group("gloo")
     model = elche.DistributedDataParallel(model)
 
-It is torch's own class with a communication hook: ranks weigh by the samples of their
-batches, a rank without a batch calls :meth:`~DistributedDataParallel.join_step`, and
-ranks on the CPU of one host sum in shared memory.
+It is torch's own class with a communication hook. Ranks are weighted by their batch
+sizes, a rank without a batch calls :meth:`~DistributedDataParallel.join_step`, and
+ranks on the CPU of one host reduce in shared memory.
 """
 
 from __future__ import annotations
@@ -55,42 +55,42 @@ OF_HOOK = (
     *("_dtypes", "_group", "_named", "_norms"),
     *("_passes", "_reduction", "_trained", "_watch"),
 )
-"""Attributes that a copy makes for itself."""
+"""Attributes that a copy of the wrapper rebuilds instead of copying."""
 _DTYPE = attrgetter("dtype")
 
 
 @final
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel whose gradients weigh by samples.
+    """torch's DistributedDataParallel with gradients weighted by samples.
 
-    torch's arguments mean what they mean there, but for these:
+    torch's arguments keep their meaning, except for these:
 
     Args:
         module: the model; the same on every rank.
-        dim: the dimension of a batch along which its samples lie.
-        broadcast_buffers: buffers that a rank wrote are overwritten, after backward, by
-            those of the lowest rank that had a batch (rank 0, as in torch).
-        process_group: a torch process group, or None for the default one.
-        bucket_cap_mb: most MiB of gradients in one message. None: a sixteenth of the
-            model, from 2 to 25 MiB.
-        static_graph: as torch's; the first backward must not be in :meth:`no_sync`.
+        dim: batch dimension of the inputs.
+        broadcast_buffers: after a backward in which a rank wrote buffers, broadcast
+            those of the lowest rank that had a batch (usually rank 0, as in torch).
+        process_group: a torch process group, or None for the default group.
+        bucket_cap_mb: bucket capacity (MiB). None: a sixteenth of the model, between 2
+            and 25 MiB.
+        static_graph: as in torch; the first backward must not be in :meth:`no_sync`.
         loss_reduction: ``"mean"``: a loss is the mean over the samples of its forward
             pass, and gradients are those of the mean over the union of all batches;
             ``"sum"``: a loss is a sum, and gradients are those of the sum.
-        weight_by: ``"samples"`` weighs a rank by its batch, the first tensor's size
-            along ``dim`` (:meth:`set_weight` overrides it: for lists of samples, say);
-            ``"ranks"`` weighs all alike, as torch does.
+        weight_by: ``"samples"`` weights a rank by its batch size, the first tensor's
+            size along ``dim`` (:meth:`set_weight` overrides it, e.g. for lists);
+            ``"ranks"`` weights all ranks equally, as torch does.
         strategy: ``"overlapped"`` sends buckets during backward, ``"synchronous"`` at
-            its end; with ``"none"`` nothing is reduced.
+            its end; ``"none"`` disables the reduction.
         timeout_s: deadline of each wait for gradients; None: the process group's.
-        transport: ``"auto"`` sums in shared memory where all ranks compute on the CPU
-            of one host; ``"gloo"`` always through the process group.
+        transport: ``"auto"`` reduces in shared memory if all ranks compute on the CPU
+            of one host; ``"gloo"`` always uses the process group.
         **options: torch's other arguments.
 
     Raises:
         ConfigError: an argument is wrong, or the model cannot be reduced.
         MismatchError: ranks differ; the message names the difference.
-        CommunicationError: ranks did not come together.
+        CommunicationError: a rank did not arrive in time.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._attach(group)
 
     def _attach(self, group: TorchGroup) -> None:
-        """Registers the hook; nothing is sent."""
+        """Builds the reduction and registers its hook, without communication."""
         settings, module = self._settings, self.module
         ignored = frozenset(self.parameters_to_ignore)
         self._group = group
@@ -189,16 +189,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def last_reduction(self) -> DdpReduction | None:
-        """Weights and waits of the last reduction."""
+        """Weights and wait time of the last reduction."""
         return self._reduction.last
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the model; where gradients are enabled, expects its backward.
+        """Runs the model and, if gradients are enabled, prepares for its backward.
 
         Raises:
-            ConfigError: other parameters are trained than those that are reduced, or a
-                CUDA graph is being captured.
-            CommunicationError: a reduction has failed before, or was broken off.
+            ConfigError: a trained parameter is not reduced, or a CUDA graph is being
+                captured.
+            CommunicationError: an earlier reduction failed or was aborted.
         """
         if self._settings["strategy"] == "none":
             with self.no_sync():
@@ -255,7 +255,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
     def _expect_again(self) -> None:
-        """A backward pass begins; torch expects one for each forward pass."""
+        """Prepares torch's reducer for a further backward of the same forward."""
         if self._reduction.is_armed or self._reduction.is_under_way:
             return
         if self.find_unused_parameters or self.static_graph:
@@ -267,16 +267,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._reduction.is_armed = True
 
     def set_weight(self, weight: float) -> None:
-        """Sets what this rank weighs in the next backward pass: tokens, say, or 0.
+        """Sets this rank's weight in the next backward pass, e.g. its tokens, or 0.
 
         Args:
-            weight: in place of the samples of its batch; the unit is the same on all
-                ranks. Under :meth:`no_sync` it is to be set for each pass. With
-                `elche.SyncBatchNorm` layers it must be set before the forward pass, in
-                which they weigh.
+            weight: replaces the batch size; all ranks use the same unit. Under
+                :meth:`no_sync`, set it for each pass. With `elche.SyncBatchNorm`
+                layers, which use it in the forward pass, set it before that.
 
         Raises:
-            ConfigError: it is negative or not finite, or comes too late.
+            ConfigError: the weight is negative or not finite, or is set too late.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
@@ -288,18 +287,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._passes.given = float(weight)
 
     def join_step(self) -> DdpReduction | None:
-        """Takes part in this step's reduction without a batch.
+        """Joins this step's reduction without a batch.
 
-        ``p.grad`` becomes what it becomes on the other ranks, so that the same
-        optimizer step follows. What was accumulated under :meth:`no_sync` is
-        contributed.
+        ``p.grad`` gets the same value as on the other ranks, so that the optimizer
+        steps match. Gradients accumulated under :meth:`no_sync` are contributed.
 
         Returns:
-            What each rank weighed; None with ``strategy="none"``.
+            The reduction with each rank's weight; None with ``strategy="none"``.
 
         Raises:
-            ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
-            CommunicationError: it failed, or a rank did not arrive in time.
+            ConfigError: the model has SyncBatchNorm layers, which need an empty batch.
+            CommunicationError: the reduction failed, or a rank timed out.
         """
         if self._settings["strategy"] == "none":
             return None
@@ -332,7 +330,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return reduction.last
 
     def _send(self, bucket: dist.GradBucket) -> tuple[dist.GradBucket, Reduced]:
-        """Reduces what was accumulated of a bucket; it is there with the last one."""
+        """Reduces a bucket's accumulated gradients; done when the last bucket is."""
         for parameter, part in zip(
             bucket.parameters(), bucket.gradients(), strict=True
         ):
@@ -341,7 +339,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return bucket, self._reduction.reduce(bucket)
 
     def _unused(self, used: list[bool]) -> set[int]:
-        """Parameters (by id) that no rank has used, as torch's reducer agrees on."""
+        """IDs of the parameters that no rank has used; joins torch's all-reduce."""
         message = torch.tensor(used, dtype=torch.int32, device=self.device)
         self._group.all_reduce(message, "agreeing on unused parameters")
         pairs = zip(self._trained, message.tolist(), strict=True)
@@ -350,14 +348,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _queue_rebuild(self) -> None:
         """Reorders buckets after the first backward pass, not in the next forward pass.
 
-        So that a forward pass waits for no other rank. torch's reducer has ended the
-        backward pass when a callback runs that was queued by one.
+        So a forward pass never waits for other ranks. The callback is queued from
+        another callback to run after torch's reducer has finished the backward pass.
         """
         if graph_task_id() != OUTSIDE:  # as in the first pass of a static graph
             queue_callback(lambda: queue_callback(self._rebuild))
 
     def _rebuild(self) -> None:
-        """Orders buckets as gradients appear, once, with all ranks."""
+        """Reorders buckets once by the order of gradients; a collective call."""
         try:
             self._reduction.at_end = None
             rebuild_buckets(self.reducer)
@@ -374,10 +372,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Hook for torch's ``Join``, with weights: see :meth:`join`.
+        """Weighted hook for torch's ``Join``; see :meth:`join`.
 
         Raises:
-            ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
+            ConfigError: the model has SyncBatchNorm layers, which need an empty batch.
         """
         self._refuse_absence()
         hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
@@ -393,20 +391,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return hook
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers a hook, which reduces in place of elche's exchange.
+        """Registers a hook that reduces in place of elche's exchange.
 
-        It receives gradients that are weighed such that their mean over the ranks is
-        the gradient, as torch's own hooks expect.
+        It receives weighted gradients whose mean over the ranks is the gradient, as
+        torch's own hooks expect.
 
         Raises:
-            ConfigError: there is one already.
+            ConfigError: a hook is already registered.
         """
         if self._reduction.user_hook is not None:
             raise ConfigError("a communication hook was registered before")
         self._reduction.user_hook = state, hook
 
     def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: torch would call such a hook before a forward pass.
+        """Refuses buffer hooks: torch would call them before a forward pass.
 
         Raises:
             ConfigError: always.
@@ -417,11 +415,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
 
     def will_sync_module_buffers(self) -> bool:
-        """Torch broadcasts buffers before a forward pass; here after a backward one."""
+        """Returns False: buffers are broadcast after backward, not before forward."""
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has a hook of its own."""
+        """Returns the state without hook and group, which a copy rebuilds."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         group = self._group
         for name in OF_HOOK:

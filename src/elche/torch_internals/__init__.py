@@ -1,7 +1,6 @@
-"""Private names of torch: every one that elche uses.
+"""All private names of torch that elche uses.
 
-torch may rename what begins with an underscore in any release, so no other room of
-elche names it. Each name is looked up here once, when this room is imported, so that a
-call costs what it costs torch itself. Where torch lacks it, one warning says so, and
-what needs it is refused by name.
+torch may rename private names in any release, so no other package of elche uses them.
+Each name is looked up once at import, so that a call has no overhead. If torch lacks a
+name, one warning is logged, and features that need it raise an error that names it.
 """

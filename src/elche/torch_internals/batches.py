@@ -1,4 +1,4 @@
-"""Batches: nested values, moved to a device, and who loads them."""
+"""Batches: traversal of nested values, and the data loader's worker info."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ tree_leaves: Callable[[Any], list[Any]] = bind(
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Meanwhile `torch.utils.data.get_worker_info` knows of no worker."""
+    """Makes `torch.utils.data.get_worker_info` return None within the block."""
     info = get_worker_info()
     if info is None:
         yield

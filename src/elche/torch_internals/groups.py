@@ -1,4 +1,4 @@
-"""Process groups, torch's wrapper, and names that torch looks for."""
+"""Private names of process groups and of DDP, and attributes that torch reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elche.torch_internals.lookup import bind
 
 
 def gloo_options(timeout: timedelta, listen: str) -> Any:
-    """Options of a gloo group whose ranks listen on one address."""
+    """Options of a gloo group whose sockets listen on the address `listen`."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=listen)]
@@ -30,7 +30,7 @@ def nccl_options(timeout: timedelta) -> Any:
 
 
 def group_timeout_s(process_group: Any) -> float | None:
-    """The deadline that a group of the user's was made with; None: not to be found."""
+    """Timeout (s) of a user's process group; None if torch does not expose it."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             options = process_group._get_backend(torch.device(device)).options
@@ -55,16 +55,16 @@ default_store: Callable[[], Any] = bind(
     "finds the store of a default process group that exists already",
 )
 
-# Names that torch looks for, in what elche hands to it. Nothing tells whether it does.
+# Attributes that torch reads from elche's objects; whether it still does is unchecked.
 
 COMM_HOOKS = "_comm_hooks"
-"""Attribute of torch's wrapper with the registered hooks, which a copy has not."""
+"""DDP attribute with the registered hooks; cleared in a copy."""
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Names of a module's tensors that torch's wrapper leaves alone; elche's too."""
+"""Module attribute with the names of tensors that DDP ignores; elche's wrapper too."""
 
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
-"""Mark of a parameter that an optimizer steps in backward, which elche refuses."""
+"""Attribute of a parameter with an optimizer in backward, which elche refuses."""
 
 COMPILED_MODULE = "_orig_mod"
-"""Attribute with the module that `torch.compile` was given; state dicts name it."""
+"""Attribute of a compiled module with the original; a prefix in state dicts."""

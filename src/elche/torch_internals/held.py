@@ -1,4 +1,4 @@
-"""Contents of tensors and modules, kinds of layers, many tensors in one call."""
+"""Private attributes of tensors and modules, norm base classes, foreach functions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 def hooks_seen_by(register: Callable[[Callable[..., Any]], Any]) -> Hooks:
-    """The hooks beside one that is registered and removed again.
+    """Returns the dict of hooks that `register` adds to.
 
-    Some microseconds, by public means.
+    Registers and removes a dummy hook: some microseconds, by public API only.
     """
     handle = register(lambda *_: None)
     hooks: Hooks = handle.hooks_dict_ref()
@@ -29,10 +29,10 @@ def hooks_seen_by(register: Callable[[Callable[..., Any]], Any]) -> Hooks:
 accumulated_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter(
     "_post_accumulate_grad_hooks"
 )
-"""Hooks that run when a parameter's gradient has been accumulated, in their order."""
+"""Post-accumulate-grad hooks of a parameter, in order; None if there are none."""
 
 version: Callable[[torch.Tensor], Any] = attrgetter("_version")
-"""Another value after every change in place."""
+"""Version counter of a tensor; differs after every in-place change."""
 
 held_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 held_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
@@ -40,7 +40,7 @@ held_modules: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 unsaved_buffers: Callable[[nn.Module], set[str]] = attrgetter(
     "_non_persistent_buffers_set"
 )
-"""Names of a module's own buffers that are not part of its state."""
+"""Names of a module's own non-persistent buffers."""
 
 if TYPE_CHECKING:
     BatchNormBase = nn.modules.batchnorm._BatchNorm

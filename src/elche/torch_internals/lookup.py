@@ -13,11 +13,11 @@ from elche.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INTERNALS: dict[str, bool] = {}
-"""Every name that was looked up; True if this torch has it."""
+"""Every name looked up; True if this torch has it."""
 
 
 def bind(name: str, used_for: str) -> Any:
-    """Torch's object of this name; where torch lacks it, a function that refuses."""
+    """Returns torch's object of this name; if missing, a function that raises."""
     INTERNALS[name] = True
     try:
         return pkgutil.resolve_name(name)

@@ -1,4 +1,4 @@
-"""Backward passes, and pipelines' split ones."""
+"""Private names for backward passes, and for pipelines' split backward passes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ queue_callback: Callable[[Callable[[], None]], None] = bind(
 current_node: Callable[[], Any] = bind(
     "torch._C._current_autograd_node", "tells a nested backward pass"
 )
-"""The node that autograd is in; None at the end of an outermost backward pass."""
+"""Autograd node being executed; None at the end of an outermost backward pass."""
 
 graph_task_id: Callable[[], int] = bind(
     "torch._C._current_graph_task_id", "tells backward passes apart"
 )
-"""The number of the backward pass under way on this thread; -1 outside of one."""
+"""ID of this thread's current backward pass; -1 outside of one."""
 
 
 def saved_reduction(node: Any) -> str:
-    """Reduction of a node of autograd's graph that is torch's own loss, or ""."""
+    """Reduction ("none", "mean", "sum") of a torch loss's autograd node; else ""."""
     saved = getattr(node, "_saved_reduction", None)
     return ("none", "mean", "sum")[saved] if saved in (0, 1, 2) else ""
 
 
 def mean_of_targets(node: Any) -> tuple[bool, int] | None:
-    """Class weights of a mean NLL loss (True: some), and the target that it ignores."""
+    """(True if weighted by class, ignored target) of a mean NLL loss; else None."""
     ignored = getattr(node, "_saved_ignore_index", None)
     if ignored is None or saved_reduction(node) != "mean":
         return None
@@ -48,10 +48,10 @@ def mean_of_targets(node: Any) -> tuple[bool, int] | None:
 
 
 def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
-    """Arguments of a thread's `torch.autograd.backward`; () outside of it.
+    """Tensors passed to a thread's `torch.autograd.backward`; () outside of it.
 
-    Of nested passes the outermost. Devices run hooks in threads of their own, while the
-    one that called waits.
+    Nested passes return the outermost call's tensors. Takes a thread, because devices
+    run hooks in their own threads while the calling thread waits.
     """
     frame = sys._current_frames().get(thread)
     roots: Any = ()
@@ -67,24 +67,24 @@ in_functorch: Callable[[], bool] = bind(
     "torch._C._are_functorch_transforms_active", _SPLIT
 )
 function_modes: Callable[[], int] = bind("torch._C._len_torch_function_stack", _SPLIT)
-"""Number of the function modes that are active; a default device is one."""
+"""Number of active function modes; a default device counts as one."""
 is_in_backward: Callable[[Any], bool] = bind(
     "torch._C._will_engine_execute_node", _SPLIT
 )
-"""The backward pass under way comes to a node: `torch.autograd.grad` leaves some out.
+"""True if the current backward pass executes a node; `torch.autograd.grad` skips some.
 
-Only within a backward pass."""
+Callable only within a backward pass."""
 _PROJECTIONS = {
     name: bind(f"torch.nn.functional.{name}", _SPLIT)
     for name in ("_in_projection", "_in_projection_packed")
 }
-"""Functions inside of attention that hold its first linear layers."""
+"""Functions that apply attention's input projections."""
 
 
 def attention_with(linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """`nn.MultiheadAttention.forward` with a function in the place of `F.linear`.
+    """Returns `nn.MultiheadAttention.forward` with `F.linear` replaced.
 
-    All else of it, masks and kernels, is torch's own code of this version.
+    Everything else, masks and kernels, is the installed torch's code.
     """
     inside = {name: _copied(f, linear=linear) for name, f in _PROJECTIONS.items()}
     attend = _copied(F.multi_head_attention_forward, linear=linear, **inside)
@@ -93,7 +93,7 @@ def attention_with(linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _copied(function: Any, **replaced: Any) -> Callable[..., Any]:
-    """A copy of a Python function that sees other values under global names."""
+    """Returns a copy of a Python function with some of its globals replaced."""
     made = types.FunctionType(
         function.__code__,
         {**function.__globals__, **replaced},
@@ -105,17 +105,17 @@ def _copied(function: Any, **replaced: Any) -> Callable[..., Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if ``torch.compile`` made a module, or ``module.compile()`` was called."""
+    """True if a module was compiled by ``torch.compile`` or ``module.compile()``."""
     is_made = type(module).__name__ == "OptimizedModule"
     return is_made or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def mark_dynamic(tensor: torch.Tensor) -> None:
-    """Tells Dynamo that a tensor's first dimension varies, if it is imported.
+    """Marks a tensor's first dimension as dynamic for Dynamo, if it is imported.
 
-    Dynamo compiles for any size at once then, and not first for the one it sees. A mark
-    that it cannot follow is no error. Where torch has no such function any more, Dynamo
-    compiles once more when the size first changes.
+    Dynamo then compiles for any size at once, not first for the size it sees. A mark
+    that it cannot honor is ignored. If torch has dropped the function, Dynamo compiles
+    once more when the size first changes.
     """
     dynamo = sys.modules.get("torch._dynamo")
     mark = getattr(dynamo, "maybe_mark_dynamic", None)
@@ -126,4 +126,4 @@ def mark_dynamic(tensor: torch.Tensor) -> None:
 FakeTensorMode: Any = bind(
     "torch._subclasses.FakeTensorMode", "cuts a model for a pipeline"
 )
-"""Runs a model without computing, with sizes as symbols."""
+"""Mode that runs a model without computing, with symbolic sizes."""

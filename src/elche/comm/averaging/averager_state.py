@@ -1,9 +1,9 @@
-"""State of parameter averaging beside the model, for saving and loading.
+"""Checkpoint state of parameter averaging, in addition to the model.
 
-A *committed state* is that of a rank at a synchronisation: it holds the common model,
-and nothing is under way. Beside model and optimizer there are the outer momentum, which
-is equal on all ranks, and the residual of a codec, which is each rank's own. With them
-a run goes on to the bit as if it had not been interrupted.
+A *committed state* is a rank's state at a synchronisation: it holds the common model,
+and no reduction is in progress. In addition to model and optimizer it has the outer
+momentum, equal on all ranks, and the codec's residual, local to each rank. With it a
+run resumes bit-identically.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _GROUP_KEYS = {"dtype", "numel", "momentum", "base", "residual"}
 
 
 def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
-    """Refuses a state that does not fit, or differs between ranks; with all ranks.
+    """Refuses a state that does not fit, or differs between ranks; collective.
 
-    Nobody waits for a rank that was refused: all ranks are.
+    All ranks raise, so that no rank waits for a refused one.
 
     Args:
-        group: the process group.
-        state: what this rank is to load.
-        problem: why it cannot; "" if it can.
+        group: process group of all ranks.
+        state: state that this rank is about to load.
+        problem: reason why this rank cannot load it; "" if it can.
 
     Raises:
-        MismatchError: names the first rank that cannot go on, and why.
+        MismatchError: names the first rank that cannot load, and the reason.
     """
     word = f"!{problem}" if problem else _digest(state)
     words = [word]
@@ -50,10 +50,10 @@ def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
 
 
 def blank(layouts: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """The state of averaging that has not begun.
+    """Returns the state before the first reduction.
 
     Args:
-        layouts: dtype and elements of each group of parameters.
+        layouts: dtype and number of elements of each group of parameters.
     """
     nothing = {"momentum": None, "base": None, "residual": None}
     groups = [{"dtype": kind, "numel": numel, **nothing} for kind, numel in layouts]
@@ -61,11 +61,11 @@ def blank(layouts: Sequence[tuple[str, int]]) -> dict[str, Any]:
 
 
 def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
-    """Description of the fault of a state of any type; "" if it fits.
+    """Describes why a state does not fit; "" if it fits.
 
     Args:
-        state: what is to be loaded.
-        layouts: dtype and elements of each group of parameters.
+        state: state to load, of any type.
+        layouts: dtype and number of elements of each group of parameters.
     """
     if not isinstance(state, Mapping):
         return f"expected a state of averaging, got {type(state).__name__}"
@@ -104,7 +104,7 @@ def _described(value: object) -> str:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Digest of the state that is equal on all ranks; no momentum counts as zeros."""
+    """Digest of the state common to all ranks; a missing momentum counts as zeros."""
     digest = hashlib.sha256()
     for each in state["groups"]:
         for name in ("momentum", "base"):

@@ -1,13 +1,13 @@
 """Parameter averaging at the end of a window.
 
-Here is what every form of it shares, and the form that waits. Each rank sends its
-weighted drift from the common parameters θ_k, one message per dtype, and with it what
-changed of the buffers. The sums are out of place: until all of them are there, this
-rank's parameters and buffers and θ_k are untouched, so a reduction that fails can be
-redone (:meth:`Averager.connect`) or replaced by another rank's result.
+This module has the base class, and the blocking averager. Each rank sends its weighted
+drift from the common parameters θ_k, one message per dtype, and its changed buffers.
+The sums are out of place: parameters, buffers and θ_k stay untouched until all sums
+have arrived. So a failed reduction can be repeated (:meth:`Averager.connect`) or
+replaced by another rank's result.
 
-Cost: two model copies (θ_k and the message), one more for an outer momentum; from a
-CUDA device one more here and one there.
+Cost: two model copies (θ_k and the message), one more for an outer momentum; for CUDA
+parameters, one more on the host and one on the device.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Averager:
     """Parameters and buffers of one model, averaged over the group.
 
     Args:
-        parameters: the trainable parameters, each once.
-        model: the model, for its buffers.
-        optimizers: those that step the parameters locally.
-        group: the process group.
+        parameters: trainable parameters, each once.
+        model: model whose buffers are averaged.
+        optimizers: returns the optimizers that step the parameters locally.
+        group: process group of all ranks.
         codec: encoding of messages; see :func:`open_coded_exchange`.
-        has_momentum: the outer optimizer is expected to have one.
+        has_momentum: True if the outer optimizer will have a momentum.
     """
 
     is_overlapped = False
@@ -68,22 +68,22 @@ class Averager:
 
     @property
     def extra_bytes(self) -> int:
-        """Host memory beside the model, an outer momentum included."""
+        """Host memory (bytes) in addition to the model, including outer momentum."""
         return sum(group.host_bytes for group in self._groups)
 
     @property
     def is_finite(self) -> bool:
-        """True if all parameters are numbers; waits for them."""
+        """True if all parameters are finite; synchronizes the device."""
         return all_finite(self._parameters)
 
     @property
     def has_moved(self) -> bool:
-        """True if the parameters are no longer the common ones; waits for them."""
+        """True if the parameters differ from the common ones; synchronizes."""
         return any(group.has_moved for group in self._groups)
 
     @torch.no_grad()
     def build(self) -> None:
-        """Takes the present parameters as the common ones; with all ranks."""
+        """Lays out messages and takes the parameters as common; a collective call."""
         self._groups = ParameterGroup.by_dtype(
             self._parameters,
             is_overlapped=self.is_overlapped,
@@ -95,10 +95,10 @@ class Averager:
 
     @torch.no_grad()
     def connect(self, group: Group) -> None:
-        """Sends through this group from now on; with all its ranks.
+        """Switches to a group; a collective call in it.
 
-        θ_k, the parameters and what was taken of them stay, so a reduction that failed
-        in another group can be redone in this one.
+        θ_k, the parameters and their snapshot stay, so a reduction that failed in
+        another group can be repeated in this one.
         """
         self._group = group
         for parameters in self._groups:
@@ -108,15 +108,15 @@ class Averager:
 
     @property
     def is_summed(self) -> bool:
-        """True if the sums of parameters and buffers are here, and none is taken."""
+        """True if all sums of parameters and buffers have arrived and are unread."""
         is_here = all(group.is_summed for group in self._groups)
         return is_here and self._buffers.is_summed
 
     def has_sum(self, plan: Reduce) -> bool:
-        """True if all sums of a reduction that was begun are here.
+        """True if all sums of the reduction have arrived; called when leaving a group.
 
-        The group is about to be left. Sums that are missing now will not arrive, since
-        the others may continue without them.
+        Once False, stays False until :meth:`connect`: missing sums are given up, since
+        the other ranks may continue without them.
         """
         if not self._has_given_up:
             self._has_given_up = not self.is_summed
@@ -129,11 +129,11 @@ class Averager:
         """Copies a result to the ranks that lack it; collective, in a new group.
 
         Args:
-            group: the new group.
+            group: group of the survivors.
             source: place in it of a rank that holds the result.
-            plan: of the reduction.
-            lacks: this rank does not hold it; afterwards it does.
-            keeps: what it has trained since its part ended stays.
+            plan: plan of the reduction.
+            lacks: True if this rank lacks the result and adopts it.
+            keeps: True to keep this rank's steps since its part of the window ended.
 
         Raises:
             CommunicationError: another rank has died.
@@ -143,7 +143,7 @@ class Averager:
             each.receive(group, source, rule, lacks=lacks) for each in self._groups
         ]
         self._buffers.hand_over(group, source, plan, lacks=lacks)
-        if lacks:  # all is here: it is taken as a whole
+        if lacks:  # only now, when everything has arrived
             for parameters, (base, momentum) in zip(
                 self._groups, received, strict=True
             ):
@@ -151,25 +151,25 @@ class Averager:
             self._end(is_own=False)
 
     def reconnect(self, group: Group) -> None:
-        """Connects as :meth:`connect`, after a group with other ranks."""
+        """Calls :meth:`connect`, and merges local buffers, after ranks have changed."""
         self.connect(group)
         self._buffers.join_own()
 
     def retire(self) -> None:
-        """Flushes sent messages: another averager takes its place in the group.
+        """Flushes sent messages before another averager uses the group.
 
         Raises:
-            CommunicationError: it has not left, and will not.
+            CommunicationError: a message could not be sent.
         """
         for parameters in self._groups:
             parameters.retire()
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Takes the present values as common: ranks are known to be equal now.
+        """Takes the current values, equal on all ranks, as the common ones.
 
         Raises:
-            ConfigError: a parameter has another dtype or size than when it was built.
+            ConfigError: a parameter's dtype or size has changed since :meth:`build`.
         """
         for group in self._groups:
             if group.becomes_another():
@@ -183,13 +183,13 @@ class Averager:
         self._buffers.rebase()
 
     def _refuse_changed(self) -> None:
-        """Refuses parameters that cannot be read and written as they were laid out.
+        """Refuses parameters that no longer fit their layout.
 
-        They may point to other memory, as after ``p.data = ...``: parameters are read
-        and written where they are.
+        They may have moved to other memory, as after ``p.data = ...``, since they are
+        accessed in place.
 
         Raises:
-            ConfigError: names one that has changed.
+            ConfigError: names a parameter that has changed.
         """
         for group in self._groups:
             changed = group.changed()
@@ -211,12 +211,12 @@ class Averager:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Copies of a rank's committed state beside model and optimizer.
+        """Copies a rank's committed state, without model and optimizer.
 
-        Of each group of parameters the outer momentum, this rank's residual of a codec,
-        and the common parameters where those trained are of less precision. Only
-        tensors, numbers, strings, lists and None. It belongs to the model as it is now:
-        all ranks hold the common one, and have taken no step since.
+        For each group of parameters it has the outer momentum, this rank's codec
+        residual, and the common parameters if the trained ones have less precision. It
+        holds only tensors, numbers, strings, lists and None. It belongs to the current
+        model: all ranks hold the common one, without steps since.
 
         Raises:
             ProtocolError: this rank's parameters are not the common ones.
@@ -233,18 +233,17 @@ class Averager:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Goes on from a saved state; with all ranks, each with its own.
+        """Loads a saved state, each rank its own; a collective call.
 
-        None is the state of a run in which nothing was averaged yet.
-
-        The model is to hold what it held then. Ranks that were not there take a state
-        of another one with ``residual`` None; one of another world size or codec is
-        carried over (:meth:`CodedExchange.load_residual`).
+        None is the state before the first reduction. Load the model first. A rank that
+        did not exist at saving loads another rank's state with ``residual`` None;
+        residuals from another world size or codec are converted
+        (:meth:`CodedExchange.load_residual`).
 
         Raises:
             MismatchError: a rank's state does not fit its parameters, or ranks differ
-                in what must be equal; nothing has changed on any of them.
-            ProtocolError: a reduction is under way.
+                in common state; no rank has changed.
+            ProtocolError: a reduction is in progress.
         """
         layouts = [group.layout for group in self._groups]
         state = blank(layouts) if state is None else state
@@ -259,33 +258,33 @@ class Averager:
             group.load_state_dict(saved)
 
     def changed_buffers(self) -> tuple[int, ...]:
-        """Indices of buffers that were written since they were last averaged."""
+        """Returns indices of buffers written since they were last averaged."""
         return self._buffers.changed()
 
     def _wait(self) -> None:
-        """Waits for all that was begun; nothing has been written before."""
+        """Waits for all sums; parameters and buffers are still unchanged."""
         self._buffers.wait()
         for group in self._groups:
             group.exchange.wait(WHAT)
 
     def _end(self, *, is_own: bool) -> None:
-        """Ends a reduction; ``is_own``: its result is what this rank holds."""
+        """Ends a reduction; ``is_own``: its result equals this rank's parameters."""
         self._buffers.apply()
         for optimizer in () if is_own else self._optimizers():
-            # It reads curvature from how far parameters moved: a jump is no step.
+            # LBFGS infers curvature from parameter changes; this jump is no step.
             if isinstance(optimizer, torch.optim.LBFGS):
                 forget_state(optimizer)
 
 
 class ParameterAverager(Averager):
-    """Averages at once, and waits for it (``cadence``)."""
+    """Averages synchronously (``cadence``)."""
 
     @torch.no_grad()
     def synchronise(self, plan: Reduce) -> SyncResult:
-        """Carries out a reduction with all ranks; afterwards all hold the same.
+        """Runs a reduction that leaves all ranks equal; a collective call.
 
         Raises:
-            CommunicationError: it failed; nothing has changed on this rank.
+            CommunicationError: the reduction failed; this rank is unchanged.
             ConfigError: a parameter has another shape, dtype or device than before.
         """
         self._refuse_changed()
@@ -297,7 +296,7 @@ class ParameterAverager(Averager):
 
     @torch.no_grad()
     def complete(self, plan: Reduce) -> SyncResult:
-        """The second half of :meth:`synchronise`: waits, and takes the sums."""
+        """Runs the second half of :meth:`synchronise`: waits and adopts the sums."""
         rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._wait()
         for group in self._groups:

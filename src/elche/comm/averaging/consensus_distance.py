@@ -13,7 +13,7 @@ class SyncResult:
     Attributes:
         divergence: ‖θ_r − θ̄‖ / ‖θ_{k+1}‖ over the trained parameters; 0.0 if the rank
             contributed nothing, NaN if its parameters or the mean are not finite.
-        parameter_norm: ‖θ_{k+1}‖; None if it was not measured.
+        parameter_norm: ‖θ_{k+1}‖; None if not measured.
     """
 
     divergence: float
@@ -33,7 +33,7 @@ class ConsensusSums:
     size: float = 0.0
 
     def result(self, weight: float) -> SyncResult:
-        """The result of a rank that contributed with this weight."""
+        """Returns the result for a rank that contributed with this weight."""
         norm = math.sqrt(self.size) if self.size >= 0 else math.nan
         if not math.isfinite(self.distance) or not math.isfinite(norm):
             return SyncResult(math.nan, norm)

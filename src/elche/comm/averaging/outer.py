@@ -1,17 +1,17 @@
 """Outer optimizers: the step along the mean pseudo-gradient of a window.
 
-The drift Δ_r = θ_k − θ_r of a rank is what its local steps added, with the sign of a
-gradient. ``average`` takes θ_{k+1} = θ_k − mean Δ (plain parameter averaging).
+The drift Δ_r = θ_k − θ_r of a rank is the sum of its local steps, with the sign of a
+gradient. ``average`` sets θ_{k+1} = θ_k − mean Δ (plain parameter averaging).
 ``nesterov`` takes a step of Nesterov momentum along the mean drift, as DiLoCo
-(arXiv:2311.08105) does, with torch.optim.SGD's formulation; our defaults are weaker
-than DiLoCo's (0.7, 0.5 against 0.7, 0.9), because windows are short
+(arXiv:2311.08105) does, in torch.optim.SGD's formulation. Our defaults are weaker than
+DiLoCo's (0.7, 0.5 instead of 0.7, 0.9), because windows are short
 (`docs/decisions.md`, "Outer step"). ``slowmo`` takes a step of heavy-ball momentum
-along it (SlowMo, arXiv:1910.00643): u becomes momentum × u + mean Δ, and θ_{k+1} =
-θ_k − lr × u. The paper divides Δ by the rate of the local steps, and multiplies the
-outer step by it again. While that rate is constant it is the same; under a schedule
-ours keeps what earlier windows moved as they moved it, where the paper's would rescale
-it by the rate now over the rate then. That would need a rate that all ranks agree on,
-for little: momentum forgets faster than a schedule moves.
+(SlowMo, arXiv:1910.00643): u becomes momentum × u + mean Δ, and θ_{k+1} = θ_k − lr × u.
+
+The paper divides Δ by the local learning rate, and multiplies the outer step by it
+again. With a constant rate both are equal. Under a schedule the paper rescales earlier
+drifts by the current rate over their own; we do not. This would need a rate common to
+all ranks, for little effect: momentum decays faster than schedules change.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from elche.coordination.protocol.instructions import Reduce
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """The outer optimizer: it moves the common parameters by a window's mean drift.
+    """Settings of the outer step along a window's mean drift.
 
     Attributes:
         kind: ``"average"``, ``"nesterov"`` or ``"slowmo"``.
         lr: outer learning rate (SlowMo's alpha); 1 for ``average``.
-        momentum: momentum of the step (SlowMo's beta); ``average`` has none.
-        part: the mean drift is scaled by it: the part of the ranks that trained.
+        momentum: momentum of the step (SlowMo's beta); unused by ``average``.
+        part: factor of the mean drift: the fraction of ranks that trained.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class OuterStep:
 
     @staticmethod
     def of(plan: Reduce) -> OuterStep:
-        """The step that a reduction asks for."""
+        """Returns the outer step of a reduction plan."""
         part = min(1.0, plan.active_ranks / plan.mean_over)
         return OuterStep(plan.outer, plan.outer_lr, plan.outer_momentum, part)
 
     def is_own(self, weight: float) -> bool:
-        """True if the result is what the rank of this weight holds."""
+        """True if the result equals the parameters of the rank with this weight."""
         return weight == self.part == 1.0 and self.kind == "average"
 
 
@@ -54,10 +54,10 @@ class OuterOptimizer:
     """Holds the momentum of the outer step for one flat tensor.
 
     Args:
-        base: the common parameters, flat, which the steps move.
+        base: flat common parameters, updated in place by the steps.
 
     Attributes:
-        momentum: flat; None before the first step that has one.
+        momentum: flat momentum; None before the first step that uses one.
     """
 
     def __init__(self, base: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class OuterOptimizer:
         self.momentum: torch.Tensor | None = None
 
     def load_momentum(self, momentum: torch.Tensor | None) -> None:
-        """Goes on from a saved momentum, which is copied; None forgets it."""
+        """Loads a copy of a saved momentum; None resets it."""
         self.momentum = None
         if momentum is not None:
             self.momentum = torch.empty_like(self._base).copy_(momentum)
@@ -74,10 +74,10 @@ class OuterOptimizer:
         """Moves one part of the base from θ_k to θ_{k+1}, in place.
 
         Args:
-            start: where in the base the part begins.
-            mean_drift: weighted mean of the ranks' drifts there, flat; becomes the
-                step's direction: the base has moved by −lr × it.
-            rule: the step; the same for all parts of one reduction.
+            start: start of the part in the base.
+            mean_drift: flat weighted mean of the ranks' drifts in that part. It is
+                overwritten by the step's direction: the base moves by −lr × direction.
+            rule: settings of the step, the same for all parts of one reduction.
         """
         stop = start + mean_drift.numel()
         if rule.part != 1.0:

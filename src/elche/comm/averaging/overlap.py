@@ -1,22 +1,22 @@
 """Parameter averaging overlapped with training of the next window.
 
-At a window's end the rank writes its drift θ_k − θ_r (:meth:`OverlappedAverager.
-snapshot`), which begins its reduction, and trains on. A rank that trained knows its
-weight, so no rank waits for a message; how the mean is applied, and which buffers have
-begun to change, comes with the plan (:meth:`OverlappedAverager.begin`).
-When the mean is there, θ_{k+1} − θ_r is added to what the parameters hold by then, so
-steps taken meanwhile are kept; θ_{k+1} is what the next drift is measured from, so no
-contribution is lost or counted twice. One reduction is in flight at a time. (CO2,
-arXiv:2401.16265, and Streaming DiLoCo, arXiv:2501.18512, hide the outer reduction too;
-they replace or blend parameters where this adds a correction.)
+At a window's end the rank sends its drift θ_k − θ_r (:meth:`OverlappedAverager.
+snapshot`) and continues training. A rank that trained knows its weight, so no rank
+waits for a message. The plan (:meth:`OverlappedAverager.begin`) follows later, with the
+outer step and the list of changed buffers.
 
-Cost: three model copies (θ_k, and the drift and a message; or, where ranks sum in
-shared memory, two messages that are the drift as well, unless it is weighted), one more
-for an outer momentum. Optimizer state stays local, or is reset when a mean is adopted.
+When the mean has arrived, θ_{k+1} − θ_r is added to the current parameters, so steps
+taken meanwhile are kept. The next drift is measured from θ_{k+1}, so no contribution is
+lost or counted twice. One reduction is in flight at a time. (CO2, arXiv:2401.16265, and
+Streaming DiLoCo, arXiv:2501.18512, also hide the outer reduction; they replace or blend
+parameters instead of adding a correction.)
 
-A message in shared memory has two sides. A rank writes its message k + 2 where message
-k was only after it has adopted k + 1, which all ranks sent, each after it had adopted
-k.
+Cost: three model copies (θ_k, drift and message; in shared memory, θ_k and two messages
+that also hold the drift, unless it is weighted), one more for an outer momentum.
+Optimizer state stays local, or is reset when a mean is adopted.
+
+A message in shared memory has two sides. A rank overwrites message k with message k + 2
+only after it has adopted k + 1; every rank sent that after it had adopted k.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Phase(Enum):
     ``hand_over``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
     =======================================  ==========================  ======
 
-    ``connect`` leaves IDLE as it is; any other call out of order is refused.
+    ``connect`` does not change IDLE; any other call out of order is refused.
     """
 
     IDLE = "nothing has been taken"
@@ -64,43 +64,43 @@ _AT_REST = (_Phase.IDLE, _Phase.TAKEN, _Phase.UNSENT)
 
 
 class OverlappedAverager(Averager):
-    """Averages while training goes on (``async``).
+    """Averages while training continues (``async``).
 
     The order of calls is :meth:`snapshot`, :meth:`begin`, any number of :meth:`poll`,
-    :meth:`adopt`. A reduction that failed may be begun again after :meth:`connect`.
+    :meth:`adopt`. A failed reduction may be repeated after :meth:`connect`.
     """
 
     is_overlapped = True
     _phase = _Phase.IDLE
     _window = -1
-    # Of the last snapshot: all of it is finite; that and it weighs something.
+    # The last snapshot is finite; it is finite and has a positive weight.
     _is_finite = True
     _counts = False
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Takes the present values as common; what was taken is forgotten.
+        """Takes the current values as common, and drops the snapshot.
 
         Raises:
-            ProtocolError: a reduction is under way.
+            ProtocolError: a reduction is in progress.
         """
         self._expect("rebase", *_AT_REST)
         super().rebase()
         self._phase = _Phase.IDLE
 
     def state_dict(self) -> dict[str, Any]:
-        """State beside the model; no reduction may be in progress."""
+        """Returns the state without the model; no reduction may be in progress."""
         self._expect("state_dict", *_AT_REST)
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Goes on from a saved state; nothing may be under way."""
+        """Loads a saved state; no reduction may be in progress."""
         self._expect("load_state_dict", *_AT_REST)
         super().load_state_dict(state)
 
     @torch.no_grad()
     def connect(self, group: Group) -> None:
-        """Takes a new group; what was under way may be begun again."""
+        """Switches to a new group, where an unfinished reduction may be repeated."""
         super().connect(group)
         if self._phase is not _Phase.IDLE:
             self._phase = _Phase.UNSENT
@@ -109,7 +109,7 @@ class OverlappedAverager(Averager):
     def hand_over(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """See `Averager.hand_over`; a rank whose part was not finite starts anew."""
+        """See `Averager.hand_over`; a rank with a non-finite drift keeps no steps."""
         if lacks:
             self._expect("hand_over", _Phase.SENT, _Phase.UNSENT, _Phase.BEGUN)
         keeps = keeps and self._is_finite
@@ -119,16 +119,16 @@ class OverlappedAverager(Averager):
 
     @torch.no_grad()
     def snapshot(self, weight: float, *, begins: bool = True) -> bool:
-        """Takes parameters and buffers as they are at the window's end.
+        """Captures parameters and buffers at the window's end.
 
         Args:
-            weight: of this rank's drift, relative to the others'. If it is positive,
-                the reduction begins now; with 0 only by :meth:`begin`, because it may
-                be that no rank has anything to reduce.
-            begins: False leaves the beginning to :meth:`begin` in any case.
+            weight: weight of this rank's drift, relative to other ranks. If it is
+                positive, the reduction begins now; with 0 it begins in :meth:`begin`,
+                because possibly no rank has anything to reduce.
+            begins: False to begin the reduction in :meth:`begin` in any case.
 
         Returns:
-            Whether all parameters are finite; otherwise they weigh nothing.
+            True if all parameters are finite; otherwise their weight becomes 0.
 
         Raises:
             ConfigError: a parameter has another shape, dtype or device than before.
@@ -149,11 +149,10 @@ class OverlappedAverager(Averager):
 
     @torch.no_grad()
     def begin(self, plan: Reduce) -> None:
-        """The plan is there: begins what has not begun, without waiting for others.
+        """Begins the rest of a planned reduction, without waiting for other ranks.
 
         Raises:
-            ProtocolError: there is no snapshot, or the plan counts on a drift that
-                this rank has not sent.
+            ProtocolError: there is no snapshot, or the plan's weight contradicts it.
         """
         self._expect("begin", _Phase.TAKEN, _Phase.UNSENT, _Phase.SENT)
         if (plan.weight > 0.0) != self._counts:
@@ -171,12 +170,12 @@ class OverlappedAverager(Averager):
 
     @property
     def is_sent(self) -> bool:
-        """True if a drift has been sent, and the plan has not come."""
+        """True if a drift has been sent and the plan has not arrived."""
         return self._phase is _Phase.SENT
 
     @property
     def is_begun(self) -> bool:
-        """True if a reduction is under way."""
+        """True if a planned reduction is in progress."""
         return self._phase is _Phase.BEGUN
 
     def _send(self) -> None:
@@ -189,7 +188,7 @@ class OverlappedAverager(Averager):
         """True if :meth:`adopt` would not wait.
 
         Raises:
-            ProtocolError: no reduction is under way.
+            ProtocolError: no reduction is in progress.
         """
         self._expect("poll", _Phase.BEGUN)
         arrived = all(group.exchange.poll() for group in self._groups)
@@ -197,19 +196,19 @@ class OverlappedAverager(Averager):
 
     @torch.no_grad()
     def adopt(self, plan: Reduce, *, drained: bool = False) -> SyncResult:
-        """Takes the mean into the parameters, after waiting for it if need be.
+        """Waits for the mean and applies it to the parameters.
 
         Args:
-            plan: the reduction that was begun.
-            drained: nothing was trained since the snapshot: the parameters become
-                θ_{k+1} itself, equal to the bit on all such ranks.
+            plan: plan of the reduction in progress.
+            drained: True if this rank took no step since the snapshot; its parameters
+                become θ_{k+1} itself, bit-identical on all such ranks.
 
         Returns:
             The snapshot's distance from the mean.
 
         Raises:
-            ProtocolError: another reduction is under way, or none.
-            CommunicationError: it failed; nothing has changed on this rank.
+            ProtocolError: another reduction is in progress, or none.
+            CommunicationError: the reduction failed; this rank is unchanged.
         """
         self._expect("adopt", _Phase.BEGUN)
         if plan.window != self._window:
@@ -230,9 +229,9 @@ class OverlappedAverager(Averager):
         return consensus.result(plan.weight)
 
     def common(self) -> dict[int, torch.Tensor]:
-        """θ_k and integer buffers, by the id of the model's tensor.
+        """Returns θ_k and integer buffers by the ID of the model's tensor.
 
-        On the host, in the precision of averaging; read-only.
+        They are on the host, in the precision of averaging; read-only.
         """
         held = self._buffers.common_counts()
         for group in self._groups:

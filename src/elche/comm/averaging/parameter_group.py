@@ -1,10 +1,10 @@
 """Parameters of one dtype, and the outer step on their flat values.
 
-θ_k are the parameters that all ranks hold after reduction k, θ_r what this rank made of
-them. A rank sends weight × (θ_k − θ_r), its weighted *drift*, and after it the weight.
-The sum over the ranks divided by the sum of the weights is the mean drift, and θ̄ =
-θ_k − mean drift is the mean of what they contributed. An outer step takes the mean
-drift to θ_{k+1}. Nothing is written before the sum is complete.
+θ_k are the common parameters after reduction k, and θ_r are this rank's parameters
+after local steps. A rank sends weight × (θ_k − θ_r), its weighted *drift*, followed by
+the weight. The mean drift is the sum over the ranks divided by the sum of the weights.
+θ̄ = θ_k − mean drift is the mean of the contributions. An outer step along the mean
+drift gives θ_{k+1}. Nothing is written before the sum is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHAT = "handing over a reduction's result"
 
 @final
 class ParameterGroup(ParameterMemory):
-    """Parameters of one wire dtype, and their way from θ_k to θ_{k+1}."""
+    """Parameters of one wire dtype, and their update from θ_k to θ_{k+1}."""
 
     @staticmethod
     def by_dtype(
@@ -37,7 +37,7 @@ class ParameterGroup(ParameterMemory):
         is_overlapped: bool,
         has_momentum: bool = True,
     ) -> list[ParameterGroup]:
-        """A group per wire dtype, in the order in which dtypes appear."""
+        """Makes a group per wire dtype, in the order in which dtypes appear."""
         members: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
@@ -52,19 +52,19 @@ class ParameterGroup(ParameterMemory):
         ]
 
     def fill(self, weight: float) -> bool:
-        """Overlapped: puts weight × (θ_k − θ_r) into the next message; 0 puts zeros.
+        """Writes weight × (θ_k − θ_r) to the next overlapped message; zeros for 0.
 
-        Training may go on afterwards. Waits for the copy from a CUDA device.
+        Training may continue afterwards. Waits for the copy from a CUDA device.
 
         Returns:
-            Whether all of θ_r is finite.
+            True if all of θ_r is finite.
         """
         layout, total = self._layout, 0.0
         self._side = self._messages_sent % self.exchange.sides
         message = self._messages[self._side]
         is_kept = weight == 1.0 and self._left_out is None
         is_kept &= self.exchange.keeps_contribution
-        # What weighs nothing is not read where messages are encoded.
+        # A coded exchange does not read a message of weight 0.
         is_kept |= weight == 0.0 and isinstance(self.exchange, CodedExchange)
         drift = message if is_kept and not layout.is_staged else self._own
         layout.fetch(drift)
@@ -79,10 +79,10 @@ class ParameterGroup(ParameterMemory):
         return math.isfinite(total)
 
     def refill(self, weight: float | None = None) -> None:
-        """Puts weight × what was filled in last into the message of a new group.
+        """Writes weight × the last drift to the message of a new group.
 
         Args:
-            weight: None for the one it was filled in with.
+            weight: weight of the drift; None: that of :meth:`fill`.
         """
         weight = self._weight if weight is None else weight
         for index, part in enumerate(self._drift.parts):
@@ -90,7 +90,7 @@ class ParameterGroup(ParameterMemory):
         self._set_weight(weight)
 
     def send(self, weight: float) -> None:
-        """Begins the sum of weight × (θ_k − θ_r), of what the parameters hold now."""
+        """Begins the sum of weight × (θ_k − θ_r) for the current parameters."""
         layout = self._layout
         layout.fetch(self._own)
         layout.settle()
@@ -103,13 +103,13 @@ class ParameterGroup(ParameterMemory):
         self.begin()
 
     def begin(self) -> None:
-        """The message is filled: the others may have it."""
+        """Sends the filled message."""
         self._is_begun = True
         self.exchange.begin(self._side)
         self._messages_sent += 1
 
     def replace(self, rule: OuterStep, consensus: ConsensusSums) -> None:
-        """Sets the parameters to θ_{k+1} when the sum has arrived."""
+        """Sets the parameters to θ_{k+1}; call after the sum has arrived."""
         scale = self._scale()
         for index in range(len(self._layout.segments)):
             self._step(index, scale, rule, consensus)
@@ -118,9 +118,9 @@ class ParameterGroup(ParameterMemory):
         self._layout.flush(self._base)
 
     def correct(self, rule: OuterStep, consensus: ConsensusSums) -> None:
-        """Adds θ_{k+1} − θ_r to the parameters when the sum has arrived.
+        """Adds θ_{k+1} − θ_r to the parameters; call after the sum has arrived.
 
-        That is θ_r's drift from θ_k less the outer step.
+        This is the drift θ_k − θ_r minus the outer step.
         """
         scale = self._scale()
         added = self._own if self._layout.is_staged else self._apart
@@ -137,10 +137,10 @@ class ParameterGroup(ParameterMemory):
         """Receives one rank's θ_{k+1} and momentum; collective, in a new group.
 
         Args:
-            group: the new group.
+            group: group of the survivors.
             source: place in it of a rank that holds them.
-            rule: the step that made them.
-            lacks: this rank holds θ_k still; nothing of it changes yet.
+            rule: outer step that produced them.
+            lacks: True if this rank still holds θ_k, which does not change yet.
         """
         base = self._base_memory if not lacks else torch.empty_like(self._base_memory)
         group.broadcast(base, WHAT, source)
@@ -154,15 +154,15 @@ class ParameterGroup(ParameterMemory):
     def take_over(
         self, base: torch.Tensor, momentum: torch.Tensor | None, *, keeps: bool
     ) -> None:
-        """Does :meth:`correct` or :meth:`replace` with the received sum.
+        """Adopts a received result, like :meth:`correct` or :meth:`replace`.
 
         Args:
             base: another rank's θ_{k+1}.
-            momentum: its outer momentum, where the step has one.
-            keeps: what was trained since this rank's part ended stays.
+            momentum: that rank's outer momentum; None for ``average``.
+            keeps: True to keep this rank's steps since its part of the window ended.
         """
         if isinstance(self.exchange, CodedExchange):
-            self.exchange.commit()  # this rank's part is in what was received
+            self.exchange.commit()  # the received result includes this rank's part
         if momentum is not None:
             self._outer.load_momentum(momentum)
         added = self._own if self._layout.is_staged else self._apart
@@ -181,12 +181,12 @@ class ParameterGroup(ParameterMemory):
             self._layout.flush(self._base)
 
     def _let_go(self) -> None:
-        """The sum is in the parameters."""
+        """Releases the sum after it has been applied."""
         self.exchange.release()
         self._message_counts()
 
     def _scale(self) -> float:
-        """Factor from the sum to the mean: one over the sum of weights."""
+        """Returns the factor from sum to mean: one over the sum of weights."""
         total = torch.zeros(1, dtype=self._layout.dtype, device="cpu")
         numel = self._layout.numel
         self.exchange.sum_into(numel, numel + 1, total)
@@ -196,9 +196,9 @@ class ParameterGroup(ParameterMemory):
     def _step(
         self, index: int, scale: float, rule: OuterStep, consensus: ConsensusSums
     ) -> torch.Tensor:
-        """Takes θ_k to θ_{k+1} in one segment; returns the step's direction.
+        """Updates θ_k to θ_{k+1} in one segment; returns the step's direction.
 
-        What of it is not in the core's cache is read once.
+        Data outside of the core's cache is read once.
         """
         segment = self._layout.segments[index]
         mean_drift = self._mean.parts[index]
@@ -213,7 +213,7 @@ class ParameterGroup(ParameterMemory):
         return mean_drift
 
     def _apart_from(self, index: int, mean_drift: torch.Tensor) -> torch.Tensor:
-        """±(θ_r − θ̄), which is what this rank's drift and the mean one differ by."""
+        """Returns ±(θ_r − θ̄), this rank's drift minus the mean drift."""
         apart = self._apart.parts[index]
         if self._is_overlapped or self._layout.is_staged:
             return torch.sub(self._drift.parts[index], mean_drift, out=apart)
@@ -230,9 +230,9 @@ class ParameterGroup(ParameterMemory):
         self._messages[self._side].flat[-1] = weight
 
     def _weigh(self, index: int, drift: torch.Tensor, weight: float) -> None:
-        """Writes weight × drift, and what was left out of messages before."""
+        """Writes weight × (drift + residual) to the message."""
         message = self._messages[self._side].parts[index]
-        if weight == 0.0:  # nothing at all of a drift that weighs nothing
+        if weight == 0.0:  # and not 0 times a drift that may be NaN
             message.zero_()
             return
         torch.mul(drift, weight, out=message)

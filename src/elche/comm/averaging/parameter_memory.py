@@ -1,9 +1,8 @@
 """Memory of averaging for the parameters of one dtype, and its saved state.
 
-θ_k are the parameters that all ranks hold after reduction k. They and what was taken
-of them stay when a reduction fails, and go to another group with the rank, as does what
-a codec has left out of its messages: a group whose messages travel as they are (of one
-rank, say) gets that with the next one.
+θ_k are the common parameters after reduction k. They and the last snapshot survive a
+failed reduction and move with the rank to another group, as does the codec's residual.
+A group without encoding (e.g. of one rank) adds the residual to its next message.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ RETIRING = "averaging other parameters"
 class ParameterMemory:
     """Parameters of one wire dtype: θ_k, the message, and the outer optimizer.
 
-    A subclass says what a synchronisation does with them.
+    A subclass defines the synchronisation.
 
     Args:
-        parameters: the parameters, each once.
-        dtype: of the flat memory.
-        is_overlapped: keep the drift, so that training can go on meanwhile.
-        has_momentum: its outer optimizer is expected to have one.
+        parameters: parameters, each once.
+        dtype: dtype of the flat memory.
+        is_overlapped: True to keep the drift, so that training can continue meanwhile.
+        has_momentum: True if the outer optimizer will have a momentum.
     """
 
     _drift: FlatImage
@@ -62,7 +61,7 @@ class ParameterMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: θ_k, messages, outer momentum, a kept drift, pieces, a codec."""
+        """Host memory (bytes): θ_k, messages, momentum, kept drift, scratch, codec."""
         copies = 1 + self.exchange.sides + self._has_momentum + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
             copies += not self._drift_is_sent
@@ -74,17 +73,17 @@ class ParameterMemory:
 
     @property
     def _drift_is_sent(self) -> bool:
-        """True if a drift of weight 1 needs no memory but that of its message."""
+        """True if the drift needs no memory in addition to its message."""
         return self.exchange.keeps_contribution and self._weight in (0, 1)
 
     @property
     def exchange(self) -> Exchange:
-        """The message that is summed over the ranks."""
+        """Exchange of the message that is summed over the ranks."""
         assert self._exchange is not None
         return self._exchange
 
     def connect(self, group: Group, codec: str) -> None:
-        """Opens the message, with all ranks of the group; what was filled in stays."""
+        """Opens the message in a group and keeps the last drift; a collective call."""
         layout = self._layout
         if self._drift is not self._own:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
@@ -103,24 +102,24 @@ class ParameterMemory:
 
     @property
     def is_summed(self) -> bool:
-        """True if the sum of a message that was begun is here, and is not taken."""
+        """True if the sum of a sent message has arrived and is unread."""
         return self._is_begun and self.exchange.has_sum
 
     def retire(self) -> None:
-        """Another one takes its place; with all ranks, and nothing under way.
+        """Flushes messages before a successor uses the group; collective, when idle.
 
         Raises:
-            CommunicationError: a rank has not come, or something has not left.
+            CommunicationError: a rank timed out, or a message could not be sent.
         """
         group, exchange = self._group, self._exchange
         if group is None or group.has_ended or not isinstance(exchange, CodedExchange):
             return
-        # All have taken the last sum then, so gloo has nothing to wait for.
+        # Afterwards all ranks have read the last sum, so gloo has nothing to wait for.
         group.all_reduce(torch.zeros(1, device="cpu"), RETIRING)
         exchange.flush(RETIRING)
 
     def rebase(self) -> None:
-        """Takes the parameters' present values as θ_k."""
+        """Takes the parameters' current values as θ_k."""
         layout = self._layout
         if not layout.fits(layout.tensors):
             self._layout = FlatLayout(layout.tensors, layout.dtype)
@@ -132,11 +131,11 @@ class ParameterMemory:
             self._layout.read(index, self._base)
 
     def changed(self) -> torch.Tensor | None:
-        """A parameter with another shape, dtype, device or strides than before."""
+        """Returns a parameter whose shape, dtype, device or contiguity has changed."""
         return self._layout.changed()
 
     def becomes_another(self) -> bool:
-        """True if that makes messages of another dtype or length of the parameters."""
+        """True if changed parameters need messages of another dtype or length."""
         tensors, dtype = self._layout.tensors, self._layout.dtype
         numel = sum(tensor.numel() for tensor in tensors)
         kinds = {wire_dtype(tensor.dtype) for tensor in tensors}
@@ -144,14 +143,14 @@ class ParameterMemory:
 
     @property
     def layout(self) -> tuple[str, int]:
-        """Dtype and elements of what is averaged."""
+        """Dtype and number of elements of the averaged parameters."""
         return dtype_name(self._layout.dtype), self._layout.numel
 
     def is_common(self, base: torch.Tensor | None) -> bool:
-        """True if the parameters are these, in their own precision; waits for them.
+        """True if the parameters equal `base` in their own precision; synchronizes.
 
         Args:
-            base: common parameters, flat; None if the present ones count as that.
+            base: flat common parameters; None: the current ones, so always True.
         """
         if base is None:
             return True
@@ -164,17 +163,17 @@ class ParameterMemory:
 
     @property
     def has_moved(self) -> bool:
-        """True if the parameters are no longer θ_k; waits for them."""
+        """True if the parameters differ from θ_k; synchronizes the device."""
         return not self.is_common(self._base_memory)
 
     def common(self) -> dict[int, torch.Tensor]:
-        """θ_k of each parameter, by its id: views, not to be written."""
+        """Returns read-only views of θ_k by parameter ID."""
         tensors = self._layout.tensors
         views = shaped(self._base_memory, tensors)
         return {id(t): view for t, view in zip(tensors, views, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what a committed state needs; see :meth:`Averager.state_dict`."""
+        """Copies the committed state of the group; see :meth:`Averager.state_dict`."""
         dtype, numel = self.layout
         momentum = self._outer.momentum
         is_wider = any(t.dtype != self._layout.dtype for t in self._layout.tensors)
@@ -187,7 +186,7 @@ class ParameterMemory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After :meth:`rebase`: goes on from a saved state that fits."""
+        """Loads a saved state that fits; call after :meth:`rebase`."""
         self._outer.load_momentum(state["momentum"])
         if state["base"] is not None:
             self._base_memory.copy_(state["base"])
@@ -195,13 +194,13 @@ class ParameterMemory:
             self._load_residual(state["residual"])
 
     def _residual(self) -> torch.Tensor | None:
-        """Rounding errors of this rank's messages, a copy; None without any."""
+        """Returns a copy of this rank's encoding errors; None if there are none."""
         if isinstance(self._exchange, CodedExchange):
             return self._exchange.residual.clone()
         return None if self._left_out is None else self._left_out.clone()
 
     def _load_residual(self, residual: torch.Tensor) -> None:
-        """The next message carries it."""
+        """Loads a residual, which is added to the next message."""
         if isinstance(self.exchange, CodedExchange):
             self.exchange.load_residual(residual)
         else:
@@ -231,5 +230,5 @@ class ParameterMemory:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors hold the same numbers, in the same places none."""
+    """True if two tensors have equal values; NaN equals NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -9,16 +9,15 @@ int8    ceil(n / 128) × 130  0.4 % of the largest magnitude in a block
 int4    ceil(n / 32) × 18    7.2 % of the largest magnitude in a block
 ======  ===================  =========================================
 
-The quantised codecs cut the values into blocks. A block has one scale, the largest
-magnitude in it over the largest code (127 or 7), rounded up to bfloat16. An element is
-the nearest multiple of the scale (blockwise absmax quantisation, Dettmers et al.,
-arXiv:2110.02861; the codes here are equally spaced, so that decoding is one product).
-Block sizes are measured (`docs/decisions.md`, "Codec").
+The quantised codecs cut the values into blocks. A block's scale is its largest
+magnitude over the largest code (127 or 7), rounded up to bfloat16. Each element is
+encoded as the nearest multiple of the scale (blockwise absmax quantisation, Dettmers et
+al., arXiv:2110.02861; our codes are equally spaced, so that decoding is one product).
+Block sizes were chosen by measurement (`docs/decisions.md`, "Codec").
 
-Decoding is elementwise arithmetic of IEEE floats without denormal numbers, which some
-processors round away: the same bytes give the same values everywhere. A block that
-holds NaN, infinity or a magnitude of 2^127 and more decodes to NaN; bfloat16 keeps NaN
-and infinity themselves.
+Decoding is elementwise IEEE arithmetic without denormals, which some processors flush
+to zero, so the same bytes give the same values everywhere. A block with NaN, infinity
+or a magnitude of 2^127 or more decodes to NaN; bfloat16 keeps NaN and infinity.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 from elche.errors import ConfigError
 
 LIMIT = 2.0**127
-"""Smallest magnitude that counts as not finite."""
+"""Magnitude from which a value counts as not finite."""
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -40,18 +39,18 @@ SMALLEST_SCALE = 2.0**-126
 class Codec:
     """Encoding of float32 values in blocks.
 
-    With 4 bits the first half of a block is the low half of its bytes, the second half
-    the high one, each as code + 8.
+    With 4 bits, the low halves of a block's bytes hold its first half of elements, the
+    high halves the second, each as code + 8.
 
     Args:
         name: name in the settings.
-        bits: of a code; with 16 or more elements are floats without a scale.
-        block: elements that share a scale; even with 4 bits.
+        bits: bits per code; with 16 or more, elements are floats without a scale.
+        block: number of elements that share a scale; must be even with 4 bits.
 
     Attributes:
         code_bytes: bytes of a block's elements.
-        scale_bytes: bytes of a block's scale; 0 for none.
-        largest_code: of an integer code.
+        scale_bytes: bytes of a block's scale; 0 without a scale.
+        largest_code: largest integer code.
     """
 
     def __init__(self, name: str, bits: int, block: int = 1) -> None:
@@ -64,7 +63,7 @@ class Codec:
         self._dtype = {32: torch.float32, 16: torch.bfloat16}.get(bits)
 
     def encoded_bytes(self, numel: int) -> int:
-        """Exact size of so many elements, encoded; the last block is filled up."""
+        """Returns the exact encoded size in bytes; the last block is padded."""
         return -(-numel // self.block) * (self.code_bytes + self.scale_bytes)
 
     def encode(
@@ -78,7 +77,7 @@ class Codec:
             scales: bfloat16, one per block.
 
         Returns:
-            True if all values are numbers of magnitudes below 2^127.
+            True if all values are finite, with magnitudes below 2^127.
         """
         scaled = values.abs()
         if self._dtype is not None:
@@ -98,10 +97,10 @@ class Codec:
         return bool((largest < LIMIT).all())
 
     def _rounded_scales(self, largest: torch.Tensor) -> torch.Tensor:
-        """Float32 values that bfloat16 holds exactly; 0 for none, NaN for NaN or Inf.
+        """Rounds scales up to bfloat16, as float32; tiny ones to 0, non-finite to NaN.
 
-        Adding just under one unit of bfloat16 to the bits of a positive float32 and
-        cutting them there rounds up.
+        Adding just under one unit of bfloat16 to a positive float32's bits, and
+        truncating, rounds up.
         """
         bits = (largest / self.largest_code).view(torch.int32)
         scales = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
@@ -137,7 +136,7 @@ CODECS = {
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of this name.
+    """Returns the codec of this name.
 
     Raises:
         ConfigError: no codec has this name.

@@ -1,7 +1,7 @@
 """Layout of encoded messages, and partition of a sum into parts owned by ranks.
 
 Layout: codes of all blocks, their scales, exact elements, the sender's weight, the
-message's number. The number is last, so that a receiver sees by it that all arrived.
+message's number. The number is last, so its arrival marks the message as complete.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from elche.comm.codec.codec import Codec
 
 CHUNK_ELEMENTS = 262_144
-"""Elements worked on at a time. A quarter as many stay in a core's cache, but take 1.3
-times as long, because the calls dominate then."""
+"""Elements per chunk. A quarter of this fits a core's cache, but takes 1.3 times as
+long, because call overhead dominates."""
 TRAILER_BYTES = 8
 
 
@@ -24,13 +24,13 @@ class CodedMessage:
 
     Args:
         codec: encoding of the elements.
-        part: elements of the whole; begins at a multiple of the codec's block.
-        exact: number of elements beside the part that travel as float32.
+        part: range of elements in the whole; begins at a multiple of the codec's block.
+        exact: number of additional elements that are sent as float32.
 
     Attributes:
-        memory: the bytes that travel; uint8, flat.
-        part: as given.
-        exact: the elements that travel as float32.
+        memory: flat uint8 tensor with the bytes to send.
+        part: range of elements in the whole.
+        exact: elements that are sent as float32.
     """
 
     def __init__(self, codec: Codec, part: range, exact: int = 0) -> None:
@@ -59,30 +59,30 @@ class CodedMessage:
 
     @property
     def number(self) -> int:
-        """Number of the message; 0 before its last byte arrived.
+        """Number of the message; 0 until its last byte has arrived.
 
-        Waiting for the transfer makes sure of the bytes before it.
+        Earlier bytes are only guaranteed after waiting for the transfer.
         """
         return int(self._number[0])
 
     def seal(self, weight: float, number: int) -> None:
-        """Writes the trailer."""
+        """Writes the trailer: weight and number."""
         self._weight[0] = weight
         self._number[0] = number
 
     def clear(self) -> None:
-        """Prepares for an arrival."""
+        """Resets the number before the message is received."""
         self._number[0] = 0
 
     def write(self, chunk: range, values: torch.Tensor) -> bool:
         """Encodes a chunk of the part.
 
         Args:
-            chunk: whole blocks, or all elements to the part's end.
-            values: the elements; float32, flat, unchanged.
+            chunk: range of whole blocks, or up to the part's end.
+            values: flat float32 elements of the chunk; unchanged.
 
         Returns:
-            True if all of them are finite (and below 2^127).
+            True if all values are finite, with magnitudes below 2^127.
         """
         block = self._codec.block
         if missing := -len(chunk) % block:
@@ -96,7 +96,7 @@ class CodedMessage:
         """Decodes any elements of the part into ``out``, float32 and flat."""
         block, offset = self._codec.block, self.part.start
         start, stop = chunk.start - offset, chunk.stop - offset
-        # Whole blocks are decoded in place, cut ones by way of a copy.
+        # Whole blocks are decoded in place, partial blocks through a copy.
         first, last = -(-start // block), stop // block
         head = range(start, min(first * block, stop))
         tail = range(max(last * block, head.stop), stop)
@@ -118,7 +118,7 @@ class CodedMessage:
 
 
 def parts_of(numel: int, world_size: int, block: int) -> list[range]:
-    """Consecutive elements per rank: whole blocks, their numbers equal or one apart.
+    """Splits elements into a part of whole blocks per rank, as equal as possible.
 
     Some ranks have an empty part if there are more ranks than blocks.
     """
@@ -127,18 +127,18 @@ def parts_of(numel: int, world_size: int, block: int) -> list[range]:
     parts, start = [], 0
     for rank in range(world_size):
         stop = start + each + (rank < more)
-        # The last block may be cut, and empty parts come after it.
+        # The last block may be partial, and empty parts follow it.
         parts.append(range(min(numel, start * block), min(numel, stop * block)))
         start = stop
     return parts
 
 
 def chunks_of(part: range) -> list[range]:
-    """The part in chunks of :data:`CHUNK_ELEMENTS`, the last one of the rest."""
+    """Splits a part into chunks of :data:`CHUNK_ELEMENTS`; the last may be shorter."""
     size = CHUNK_ELEMENTS
     return [part[offset : offset + size] for offset in range(0, len(part), size)]
 
 
 def _in_words(size_bytes: int) -> int:
-    """The size rounded up to a multiple of 8 bytes."""
+    """Rounds a size up to a multiple of 8 bytes."""
     return -(-size_bytes // 8) * 8

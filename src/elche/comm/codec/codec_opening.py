@@ -16,7 +16,7 @@ from elche.comm.transport.process_group import Group
 AGREEING = "agreeing on the tags of a message"
 TAGS_PER_EXCHANGE = 2
 FIRST_OPENING = 1 << 20
-"""First tag of exchanges; lower ones belong to other senders of the group."""
+"""First opening number; lower tags belong to other messages of the group."""
 _openings = itertools.count(FIRST_OPENING)
 
 
@@ -29,18 +29,18 @@ def open_coded_exchange(
     *,
     exact: int = 0,
 ) -> Exchange:
-    """Makes an exchange whose messages travel encoded, together with all ranks.
+    """Makes an exchange with encoded messages; a collective call.
 
-    It is a plain one for ``"fp32"``, for elements that are not float32, and for one
-    rank; ranks that share a host are summed there first, unless sums are overlapped.
+    Falls back to an unencoded exchange for ``"fp32"``, for other dtypes than float32,
+    and for one rank. That exchange sums inside hosts first, unless ``sides`` is 2.
 
     Args:
-        group: the process group.
-        numel: elements of a message; the last one is its weight.
+        group: process group of all ranks.
+        numel: number of elements of a message; the last element is its weight.
         dtype: dtype of the message.
         codec: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the same on all ranks.
-        sides: 2 if training continues while a message is under way.
-        exact: elements before the weight that travel as float32.
+        sides: 2 if training continues while a message is in flight.
+        exact: number of elements before the weight that are sent as float32.
 
     Raises:
         ConfigError: no such codec exists.
@@ -48,7 +48,7 @@ def open_coded_exchange(
     chosen, cpu = codec_named(codec), torch.device("cpu")
     if codec != "fp32" and dtype == torch.float32 and group.world_size > 1:
         opening = torch.tensor([next(_openings)], device="cpu")
-        group.broadcast(opening, AGREEING)  # one that rank 0 has not used yet
+        group.broadcast(opening, AGREEING)  # a number that rank 0 has not used yet
         tag = TAGS_PER_EXCHANGE * int(opening)
         return CodedExchange(Peers(group), chosen, numel, tag, exact)
     if sides == 1:

@@ -1,7 +1,7 @@
-"""Messages from rank to rank, beside a group's collectives.
+"""Messages from rank to rank, concurrent with a group's collectives.
 
-gloo's point-to-point transfers carry tags, so that they need not begin in the same
-order on every rank, as collectives must: a rank may answer a message at any time.
+gloo's point-to-point transfers have tags. Unlike collectives, they need not begin in
+the same order on every rank, so a rank can answer a message at any time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError
 
 POLL_S = 5e-4
-"""Pause between two polls of a wait."""
+"""Pause (s) between two polls of a wait."""
 
 
 class Peers:
     """Messages over a group's gloo connections.
 
     Args:
-        group: the group; its deadline and its way to fail hold here too.
+        group: process group whose deadline and error handling apply.
 
     Attributes:
-        under_way: exchanges of this group with a message under way.
+        under_way: exchanges of this group with a message in flight.
         rank: this rank's place in the group.
-        world_size: of the group.
-        ranks: numbers of its ranks in the run, for errors.
+        world_size: number of ranks in the group.
+        ranks: ranks in the run by place in the group, for errors.
     """
 
     def __init__(self, group: Group) -> None:
@@ -44,7 +44,7 @@ class Peers:
         """Begins to send over gloo.
 
         Raises:
-            CommunicationError: the connection is broken.
+            CommunicationError: the connection has failed.
         """
         return self._begun("send", memory, to, tag)
 
@@ -63,10 +63,10 @@ class Peers:
         self._group.transfers.pop(work, None)
 
     def poll_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Waits outside of gloo, whose own wait ends with the connection alone.
+        """Polls instead of waiting in gloo, which ends only with the connection.
 
         Raises:
-            CommunicationError: a rank is dead; other errors say why the run ended.
+            CommunicationError: a rank is dead; the group's check may raise others.
         """
 
         def polled() -> bool:
@@ -78,7 +78,7 @@ class Peers:
         self._group.wait_until(polled, what)
 
     def explained(self, error: CommunicationError) -> Exception:
-        """The same error with its reason, as the group finds out."""
+        """Returns the error with the reason that the group finds out."""
         return self._group.on_failure(str(error), ())
 
     def _begun(self, call: str, memory: torch.Tensor, peer: int, tag: int) -> Any:

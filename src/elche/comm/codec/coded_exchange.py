@@ -1,7 +1,7 @@
-"""An exchange whose messages travel encoded, with error feedback.
+"""An exchange with encoded messages and error feedback.
 
-It sums out of place and gives all ranks the same bits, as other exchanges do; but the
-sum is rounded, and the rounding error goes with the next message (`coded_hops`).
+It sums out of place and gives all ranks the same bits, like other exchanges. But the
+sum is rounded, and the rounding error is added to the next message (`coded_hops`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elche.errors import CommunicationError, ElcheError, MismatchError, Protocol
 
 
 class _Phase(Enum):
-    """Progress of the one message.
+    """Progress of the current message.
 
     ::
 
@@ -30,7 +30,7 @@ class _Phase(Enum):
          │                └──an error, rollback──> BROKEN (final)    │
          └──────────────────release, commit, rollback────────────────┘
 
-    ``commit`` before the sum arrived keeps the message's errors and its phase.
+    ``commit`` before the sum arrives adopts the message's errors and keeps its phase.
     """
 
     IDLE = "nothing is under way"
@@ -43,22 +43,22 @@ class _Phase(Enum):
 class CodedExchange(Exchange):
     """A message of float32 elements and their weight, summed in encoded form.
 
-    The last element of a message is its weight: it travels as float32, as do some
-    elements before it if asked for. A rank of weight 0 sends zeros, whatever it holds,
-    and keeps its residual; if all weigh nothing, the sum is zero. A contribution that
-    is not finite (or reaches 2^127) makes the whole sum NaN on every rank and leaves
-    residuals alone.
+    The last element of a message is its weight, sent as float32 like the optional exact
+    elements before it. A rank of weight 0 sends zeros, even for NaN, and keeps its
+    residual; if all weights are 0, the sum is zero. A contribution that is not finite
+    (or reaches 2^127) makes the whole sum NaN on every rank and keeps residuals
+    unchanged.
 
-    Made by `codec_opening`. It advances whenever an exchange of its group is polled or
-    waited for. An exchange that broke serves no more, and neither does its group; its
-    :attr:`residual` continues in another one.
+    Made by `codec_opening`. It advances whenever any exchange of its group is polled or
+    waited for. A broken exchange and its group are unusable; load its :attr:`residual`
+    into another exchange.
 
     Args:
-        peers: the other ranks.
+        peers: messages to the other ranks of the group.
         codec: encoding of the messages.
-        numel: elements of a message, its weight and the exact ones included.
+        numel: number of elements of a message, including exact elements and weight.
         tag: first of two tags of its transfers, the same on all ranks.
-        exact: elements before the weight that travel as float32.
+        exact: number of elements before the weight that are sent as float32.
     """
 
     keeps_contribution = True
@@ -79,15 +79,15 @@ class CodedExchange(Exchange):
 
     @property
     def residual(self) -> torch.Tensor:
-        """Residual as last committed; flat, float32, not a copy."""
+        """Last committed residual; flat, float32, not a copy."""
         return self._hops.residual
 
     def load_residual(self, residual: torch.Tensor) -> None:
         """Continues from another exchange's residual, of any codec and world size.
 
         Raises:
-            MismatchError: it is the residual of other elements.
-            ProtocolError: a message is under way.
+            MismatchError: the residual has another number of elements.
+            ProtocolError: a message is in flight.
         """
         self._check_idle("load_residual()")
         if residual.shape != self.residual.shape:
@@ -100,7 +100,7 @@ class CodedExchange(Exchange):
     @property
     @override
     def extra_bytes(self) -> int:
-        """Host memory beside contribution and result: residuals and messages."""
+        """Host memory (bytes) of residuals and messages."""
         return self._hops.held_bytes
 
     @property
@@ -123,7 +123,7 @@ class CodedExchange(Exchange):
         """Encodes the contribution and begins to send it; :meth:`wait` raises failures.
 
         Raises:
-            ProtocolError: another message is under way, the exchange is broken, or the
+            ProtocolError: another message is in flight, the exchange is broken, or the
                 weight is negative.
         """
         self._check_idle("begin()")
@@ -142,7 +142,7 @@ class CodedExchange(Exchange):
     def poll(self) -> bool:
         """Advances all exchanges of the group; see :meth:`Exchange.poll`.
 
-        Only :meth:`wait` notices the death of a rank.
+        Only :meth:`wait` detects the death of a rank.
         """
         for exchange in tuple(self._peers.under_way):
             exchange._advance()
@@ -182,19 +182,19 @@ class CodedExchange(Exchange):
             out[: max(0, self._numel - start)].fill_(0.0 * total)
 
     def release(self) -> None:
-        """After the last :meth:`sum_into`: the sum is adopted, see :meth:`commit`."""
+        """Adopts the sum by :meth:`commit`; call after the last :meth:`sum_into`."""
         if self._phase is _Phase.ARRIVED:
             self.commit()
 
     def commit(self) -> None:
-        """Every rank adopts the sum: the residual becomes that of this message.
+        """Commits this message's residual, because all ranks adopt the sum.
 
-        Also on a rank that adopts it from another one. A second call for the same
-        message does nothing.
+        Call it also on a rank that copies the sum from another rank. A second call for
+        the same message does nothing.
 
         Raises:
-            ProtocolError: nothing was begun, or no rank can have the sum because this
-                one has not sent its part of it.
+            ProtocolError: no message was begun, or no rank can have the sum because
+                this rank has not sent its part.
         """
         if self._is_kept:
             return
@@ -212,10 +212,10 @@ class CodedExchange(Exchange):
             self._phase = _Phase.IDLE
 
     def rollback(self) -> None:
-        """No rank adopts the message: the residual stays what it was before.
+        """Drops the message on all ranks and keeps the previous residual.
 
-        A sum that arrived is forgotten. A message under way breaks the exchange,
-        because others may be sending to it.
+        An arrived sum is dropped. A message in flight breaks the exchange, because
+        other ranks may be sending to it.
         """
         if self._phase is _Phase.ARRIVED:
             self._phase = _Phase.IDLE
@@ -228,12 +228,12 @@ class CodedExchange(Exchange):
         self._has_sum = False
 
     def flush(self, what: str) -> None:
-        """Waits until all that was sent has left.
+        """Waits until all sends have completed.
 
-        Before the group is closed, or another exchange takes this one's place in it.
+        Call it before the group is closed or another exchange replaces this one.
 
         Raises:
-            CommunicationError: it failed.
+            CommunicationError: a send failed.
         """
         try:
             self._hops.flush(what)
@@ -241,7 +241,7 @@ class CodedExchange(Exchange):
             raise self._peers.explained(error) from error
 
     def _advance(self) -> None:
-        """Continues as far as messages have arrived."""
+        """Processes all messages that have arrived."""
         try:
             while self._phase is _Phase.BEGUN and self._hops.is_ready:
                 self._step("summing in encoded form")
@@ -267,7 +267,7 @@ class CodedExchange(Exchange):
         self._peers.under_way.discard(self)
 
     def _reason(self) -> Exception:
-        """The error that broke the exchange; the group is asked why once."""
+        """Returns the error that broke the exchange, with the group's explanation."""
         error = self._error
         assert error is not None
         if self._is_bare and isinstance(error, CommunicationError):

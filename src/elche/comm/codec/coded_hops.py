@@ -1,20 +1,20 @@
-"""Two hops of an encoded sum: parts to their owners, sums of parts to all.
+"""Encoded all-reduce in two hops: parts to their owners, their sums to all ranks.
 
 ::
 
     contribution ──part of each other rank, encoded──▶ its owner sums, encodes
     sum          ◀──part of each owner, encoded──────── and sends to all
 
-That is 2 (W − 1) / W encoded messages per rank, the least for a sum over W ranks. Sums
-are formed in float32 in the order of the ranks. Every rank decodes the bytes that
-travelled, its own included, so all ranks get the same bits.
+That is 2 (W − 1) / W encoded messages per rank, the minimum for a sum over W ranks.
+Sums are formed in float32 in rank order. Every rank decodes the same encoded bytes,
+including its own, so all ranks get the same bits.
 
 *Error feedback* (Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847):
-the rounding error of a message is added to the next one. A rank holds it as one
-residual: the error of the sum in the part that the rank owns, elsewhere the error of
-its own messages. It is kept per unit of weight (of the mean weight in the owned part),
-so that a light message does not carry a heavy one's error, and so that it keeps its
-meaning in a group of other ranks (exact for equal weights).
+the rounding error of a message is added to the next message. A rank holds one residual:
+the error of the sum in its owned part, and the errors of its own messages elsewhere.
+The residual is stored per unit of weight (of the mean weight in the owned part). So a
+light message does not get a heavy message's error, and the residual stays valid in a
+group of other ranks (exactly, for equal weights).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Transfer:
     """A message between this rank and another one.
 
     Attributes:
-        peer: number of the other rank in the run.
-        message: what travels.
-        work: what is waited for.
+        peer: the other rank in the run.
+        message: encoded message.
+        work: torch's work handle.
     """
 
     peer: int
@@ -48,22 +48,22 @@ class Transfer:
 
 @final
 class CodedHops:
-    """One rank's side of encoded sums, one after the other.
+    """One rank's side of consecutive encoded sums.
 
     Args:
-        peers: the other ranks.
+        peers: messages to the other ranks of the group.
         codec: encoding of the messages.
-        numel: elements of a sum.
+        numel: number of encoded elements of a sum.
         tag: first of two tags of its transfers, the same on all ranks.
-        exact: elements after them that travel as float32.
+        exact: number of further elements that are sent as float32.
 
     Attributes:
         own: the part of the sum that this rank owns.
-        residual: errors of the last message that was committed.
-        next_residual: errors of the message under way.
-        exact: sums of the elements that travel as float32.
+        residual: errors of the last committed message.
+        next_residual: errors of the current message.
+        exact: sums of the elements that are sent as float32.
         total: sum of the weights; NaN if a contribution was not finite.
-        has_summed: this rank has sent its part of the sum under way.
+        has_summed: True once this rank has sent its part of the current sum.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CodedHops:
         self.next_residual = torch.zeros_like(self.residual)
         parts = parts_of(numel, world_size, codec.block)
         self.own = parts[rank]
-        # Each begins with the next rank, or all would send to the first one first.
+        # Each rank starts with its successor, so that not all send to rank 0 first.
         others = [(rank + step) % world_size for step in range(1, world_size)]
         self._offers = {r: CodedMessage(codec, parts[r], exact) for r in others}
         self._gathered = {r: CodedMessage(codec, self.own, exact) for r in others}
@@ -94,7 +94,7 @@ class CodedHops:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of residuals and messages."""
+        """Memory (bytes) of residuals and messages."""
         messages = [*self._offers.values(), *self._gathered.values(), *self._sums]
         held = sum(message.memory.numel() for message in messages)
         return held + 8 * self._numel + 4 * self.exact.numel()
@@ -103,11 +103,11 @@ class CodedHops:
         """Encodes the contribution for its owners and begins to send it.
 
         Args:
-            contribution: elements, exact ones, and the weight; the owned part is read
-                until it is summed.
+            contribution: elements, exact elements, and the weight; the owned part is
+                read until it is summed.
 
         Raises:
-            CommunicationError: a connection is broken.
+            CommunicationError: a connection has failed.
         """
         self._contribution = contribution
         self._weight = float(contribution[-1])
@@ -128,24 +128,24 @@ class CodedHops:
         return all(each.message.number != 0 for each in awaited)
 
     def step(self, what: str) -> bool:
-        """Waits for the messages of one hop, and uses them; True after the last one.
+        """Waits for the messages of one hop and processes them; True after the last.
 
         Raises:
             CommunicationError: a transfer failed.
-            ProtocolError: another message came.
+            ProtocolError: a message has an unexpected number.
         """
         if not self.has_summed:
             self._collect(self._arrivals, what)
             self._sum_up()
             return False
         self._collect(self._sum_arrivals, what)
-        self._settle(self._offered, what)  # owners that sent sums had the offers
+        self._settle(self._offered, what)  # owners' sums prove that they had the offers
         if not all(math.isfinite(message.weight) for message in self._sums):
             self.total = math.nan
         return True
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Decodes elements of the sum, after the last hop, into ``out``."""
+        """Decodes elements of the sum into ``out``; call after the last hop."""
         for message in self._sums:
             part = message.part
             for chunk in chunks_of(range(max(start, part.start), min(stop, part.stop))):
@@ -153,25 +153,25 @@ class CodedHops:
                 message.read(chunk, out[begin : begin + len(chunk)])
 
     def keep_errors(self) -> None:
-        """The next message carries the errors of this one."""
+        """Adopts this message's errors as the residual for the next message."""
         kept = self.next_residual
         self.next_residual, self.residual = self.residual, kept
 
     def flush(self, what: str) -> None:
-        """Waits until all that was sent has left.
+        """Waits until all sends have completed.
 
         Raises:
-            CommunicationError: it failed.
+            CommunicationError: a send failed.
         """
         self._settle(self._offered, what)
         self._settle(self._sum_sends, what)
 
     def _encode_offer(self, message: CodedMessage) -> None:
-        """Encodes an owner's part; NaN as its weight says that it is not finite."""
+        """Encodes an owner's part; weight NaN marks non-finite values."""
         weight, is_finite = self._weight, math.isfinite(self._weight)
         for chunk in chunks_of(message.part):
             at = slice(chunk.start, chunk.stop)
-            if weight == 0.0:  # nothing at all of values that weigh nothing
+            if weight == 0.0:  # and not 0 times values that may be NaN
                 message.write(chunk, torch.zeros_like(self.residual[at]))
                 self.next_residual[at] = self.residual[at]
                 continue
@@ -181,8 +181,8 @@ class CodedHops:
         message.seal(weight if is_finite else math.nan, self._number)
 
     def _sum_up(self) -> None:
-        """Forms the sum of this rank's part, and begins to send it."""
-        # All ranks have begun this message, so all had this rank's last sum.
+        """Sums this rank's part and begins to send the sum."""
+        # All ranks have begun this message, so all have received this rank's last sum.
         self._settle(self._sum_sends, "sending an earlier sum")
         world_size = self._peers.world_size
         gathered = [self._gathered.get(rank) for rank in range(world_size)]
@@ -209,10 +209,10 @@ class CodedHops:
     def _sum_of(
         self, chunk: range, messages: list[CodedMessage | None], mean: float
     ) -> torch.Tensor:
-        """Sum of the ranks' messages, None for this one's, and of the residual."""
+        """Sums the ranks' messages (None for this rank) and the residual."""
         at = slice(chunk.start, chunk.stop)
         total = self.residual[at] * mean
-        decoded = self.next_residual[at]  # its values come after this
+        decoded = self.next_residual[at]  # scratch: overwritten by `_encode`
         for message in messages:
             if message is None:
                 total.add_(self._contribution[at])
@@ -224,7 +224,7 @@ class CodedHops:
     def _encode(
         self, message: CodedMessage, chunk: range, values: torch.Tensor, unit: float
     ) -> bool:
-        """Encodes values, and notes the errors per unit; True if they are finite."""
+        """Encodes values and stores errors per unit; True if values are finite."""
         is_finite = message.write(chunk, values)
         errors = self.next_residual[chunk.start : chunk.stop]
         message.read(chunk, errors)

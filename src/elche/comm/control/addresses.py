@@ -1,4 +1,4 @@
-"""Hosts: which one this is, its addresses, and sockets to others."""
+"""Names and addresses of hosts, and sockets between them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Final
 from elche.errors import CommunicationError, ConfigError
 
 EVERYWHERE: Final = ("0.0.0.0", "::", "")
-"""Addresses that can be listened on and not connected to."""
+"""Wildcard addresses, which can be listened on but not connected to."""
 GONE_AFTER_S: Final = 600.0
-"""A host that does not confirm what is sent to it for so long is gone."""
+"""Time (s) without TCP acknowledgement after which a host counts as dead."""
 PROBE_AFTER_S: Final = 10
 PROBE_EVERY_S: Final = 5
 UNREACHABLE: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors of a connection whose other machine confirms nothing."""
+"""Errors of a connection whose peer does not acknowledge data."""
 
 _OPTIONS: Final = (
     (getattr(socket, "TCP_KEEPIDLE", None), PROBE_AFTER_S),
     (getattr(socket, "TCP_KEEPINTVL", None), PROBE_EVERY_S),
 )
 _USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", None)
-"""Linux names them."""
+"""Socket option, available on Linux only."""
 
 
 def host_name() -> str:
     """Names this host: equal for processes that share loopback, files and memory.
 
-    So containers of one machine count as hosts of their own, as do network namespaces.
-    The environment's ``ELCHE_HOST`` stands for all that if it is set: ranks of one
-    name are summed among themselves before anything travels to those of another.
+    So containers and network namespaces of one machine count as separate hosts. The
+    environment variable ``ELCHE_HOST`` overrides the name. Ranks of one name are summed
+    among themselves before sums between names.
     """
     if named := os.environ.get("ELCHE_HOST"):
         return named
@@ -51,7 +51,7 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
     """Reads ``host:port``, ``[address]:port`` for IPv6.
 
     Raises:
-        ConfigError: it is malformed; ``what`` names it.
+        ConfigError: the address is malformed; ``what`` names it.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -61,15 +61,15 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """The address in the form that `parse_address` reads."""
+    """Formats an address for `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def own_address(host: str) -> str:
-    """This host's address on the route to another.
+    """Returns this host's address on the route to another host.
 
     Raises:
-        CommunicationError: there is no such route.
+        CommunicationError: there is no route.
     """
     try:
         family, kind, _, _, where = socket.getaddrinfo(
@@ -86,7 +86,7 @@ def own_address(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this host reaches an address, or a name that can be looked up."""
+    """True if an address or a resolvable name is a loopback address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return ipaddress.ip_address(found[0][4][0]).is_loopback
@@ -95,17 +95,17 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address alone, of IPv4 or IPv6.
+    """Opens a socket that listens on one IPv4 or IPv6 address only.
 
     Raises:
-        OSError: it is no address of this host, or the port is taken.
+        OSError: this host does not have the address, or the port is taken.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Sends at once, and sees the loss of a host that does not end its connections."""
+    """Sets TCP_NODELAY and keepalive, which detects a host that vanished silently."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -117,7 +117,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def give_up_after(connection: socket.socket, timeout_s: float) -> None:
-    """Ends a connection whose other machine does not confirm what was sent to it."""
+    """Sets the time after which a connection without acknowledgements fails."""
     if connection.family != socket.AF_UNIX and _USER_TIMEOUT is not None:
         value = round(timeout_s * 1e3)
         connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, value)

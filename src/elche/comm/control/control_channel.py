@@ -1,15 +1,14 @@
 """A worker's end of the control channel, used by its training thread.
 
-Another thread may send, and nothing else.
+Other threads may only send.
 
-Where the launcher restarts a dead coordinator, the channel reconnects: it keeps
+If the launcher restarts dead coordinators, the channel reconnects: it keeps
 unacknowledged messages and resumes the stream over the next connection. A waiting
 caller sees a pause and no error.
 
-Sending is one way and costs microseconds; receiving never blocks except in the named
-waits, each of which has a deadline. Every system call releases the GIL, which another
-thread (one that drives a reduction) may take. So system calls are few: one to poll, one
-more to read, one to send.
+Sending is one-way and takes microseconds. Receiving blocks only in the named waits,
+each with a deadline. Every system call releases the GIL to other threads (e.g. one that
+drives a reduction), so there are few: one to poll, one more to read, one to send.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from elche.errors import (
 )
 
 _CHUNK_BYTES = 1 << 16
-_LONGEST_POLL_S = 86400.0  # the system takes no more than 24 days, in milliseconds
+_LONGEST_POLL_S = 86400.0  # the system's limit is 24 days, in milliseconds
 _UNCOUNTED = frozenset({"Hello", "Beat", "StoreGet", "Ack", "Flush"})
-"""Kinds of messages that are no part of a rank's stream."""
+"""Message types that are not counted in a rank's stream."""
 AGAIN_S = 0.05
 MOST_REFUSALS = 3
-"""Most connections ended by coordinators before this rank counts as rejected."""
+"""Connections that coordinators may close before this rank counts as rejected."""
 FLUSH_S = 5.0
 """Deadline (s) for the coordinator to receive a rank's last messages."""
 Waiting = TypeVar("Waiting")
@@ -61,14 +60,14 @@ class ControlChannel:
     """One connection to the coordinator.
 
     Args:
-        connection: a connected socket, greeting already read. Its timeout becomes the
+        connection: connected socket after the greeting. Its timeout becomes the
             deadline of sending.
-        codec: the connection's codec.
-        rank: this rank.
-        reconnect: to a coordinator that is started anew; None: none is.
+        codec: frame codec of the connection.
+        rank: index of this rank.
+        reconnect: connects to a restarted coordinator; None if it is never restarted.
 
     Attributes:
-        is_unreachable: the coordinator's machine has confirmed nothing for too long.
+        is_unreachable: True if the coordinator's machine stopped acknowledging data.
     """
 
     def __init__(
@@ -112,17 +111,17 @@ class ControlChannel:
         *,
         resumes: bool = False,
     ) -> ControlChannel:
-        """Connects and presents this rank.
+        """Connects and identifies this rank.
 
         Args:
-            address: of the coordinator.
-            key: the run's secret.
-            rank: this rank.
-            timeout_s: deadline, also of sending.
-            resumes: the coordinator is restarted if it dies.
+            address: address of the coordinator.
+            key: secret of the run.
+            rank: index of this rank.
+            timeout_s: deadline of connecting and of sending.
+            resumes: True if the coordinator is restarted when it dies.
 
         Raises:
-            CommunicationError: no coordinator answers there, or something else does.
+            CommunicationError: no coordinator answers at the address.
         """
         connection, codec = reach(address, key, rank, timeout_s)
         again = partial(reach, address, key, rank, min(timeout_s, RESUME_S))
@@ -138,27 +137,26 @@ class ControlChannel:
         return hello
 
     def send(self, *events: Event) -> None:
-        """Sends events at once; does not wait for anything.
+        """Sends events at once, without waiting.
 
         Raises:
-            CommunicationError: the coordinator is gone, and nothing that came from it
-                is left to be read. If something is (the reason, say), the next wait
-                with nothing left raises it.
+            CommunicationError: the coordinator is lost, and the inbox is empty. If the
+                inbox has messages (e.g. the reason), the first wait after them raises.
         """
         self._send(*(to_wire(event) for event in events))
 
     def ready(self) -> Iterator[Instruction]:
-        """Instructions that have come by now, and while they are taken."""
+        """Yields arrived instructions, including those that arrive meanwhile."""
         if not self._inbox:
             self._read(0.0)
         while self._inbox:
             yield self._inbox.popleft()
 
     def receive(self, timeout_s: float, waiting_for: str) -> Instruction:
-        """Waits for the next instruction.
+        """Waits for the next instruction and returns it.
 
         Raises:
-            DeadlineError: none came in time.
+            DeadlineError: no instruction arrived in time.
             CommunicationError: the coordinator is gone.
         """
         self._await(lambda: bool(self._inbox), timeout_s)
@@ -169,7 +167,7 @@ class ControlChannel:
         return self._inbox.popleft()
 
     def _await(self, is_there: Callable[[], bool], timeout_s: float) -> None:
-        """Reads until something is there, no more can come, or the time is over."""
+        """Reads until ``is_there()``, a timeout, or the end with messages unread."""
         deadline_s = time.monotonic() + timeout_s
         while not is_there():
             left_s = deadline_s - time.monotonic()
@@ -178,11 +176,11 @@ class ControlChannel:
             self._read(left_s)
 
     def find_abort(self) -> Abort | None:
-        """An order to end the run among what has come; the rest stays in line.
+        """Returns an `Abort` from the inbox, if any, and leaves the inbox unchanged.
 
         Raises:
-            CommunicationError: the coordinator is gone and gave no such order. What is
-                in line is work with ranks that may be gone as well.
+            CommunicationError: the coordinator is lost and sent no `Abort`. Other
+                instructions in the inbox may involve dead ranks.
         """
         self._read(0.0)
         abort = next((m for m in self._inbox if isinstance(m, Abort)), None)
@@ -191,11 +189,11 @@ class ControlChannel:
         return abort
 
     def waiting(self, kind: type[Waiting]) -> list[Waiting]:
-        """Instructions of one kind among what has come; all stays in line."""
+        """Returns the inbox's instructions of one kind, without removing them."""
         return [message for message in self._inbox if isinstance(message, kind)]
 
     def take(self, kind: type[Waiting]) -> list[Waiting]:
-        """Takes instructions of one kind out of what has come; the rest stays."""
+        """Reads, then removes and returns the inbox's instructions of one kind."""
         self._read(0.0)
         found = self.waiting(kind)
         for each in found:
@@ -203,7 +201,7 @@ class ControlChannel:
         return found
 
     def await_kinds(self, kinds: tuple[type[Any], ...], timeout_s: float) -> None:
-        """Waits until an instruction of these kinds has come; all stays in line."""
+        """Waits for an instruction of these kinds, without removing it."""
         self._await(lambda: any(isinstance(m, kinds) for m in self._inbox), timeout_s)
 
     def beat(self, stack: str, *, waits: bool) -> None:
@@ -211,7 +209,7 @@ class ControlChannel:
         self._send({"type": "Beat", "stack": stack, "waits": waits})
 
     def wait_readable(self, timeout_s: float) -> None:
-        """Sleeps until an instruction is there, at most ``timeout_s``."""
+        """Sleeps until an instruction arrives, at most ``timeout_s``."""
         if not self._inbox:
             self._read(max(0.0, timeout_s))
 
@@ -223,8 +221,8 @@ class ControlChannel:
         """Waits for a value that a rank publishes.
 
         Raises:
-            DeadlineError: it was not published in time.
-            CommunicationError: the coordinator is gone, or has ended the run.
+            DeadlineError: the value was not published in time.
+            CommunicationError: the coordinator is lost, or has ended the run.
         """
         if key not in self._stored:
             self.store_ask(key)
@@ -242,40 +240,40 @@ class ControlChannel:
         )
 
     def store_ask(self, key: str) -> None:
-        """Asks for a value, which :meth:`stored` has when it has come."""
+        """Requests a value; :meth:`stored` returns it once it has arrived."""
         self._send({"type": "StoreGet", "key": key})
 
     def store_forget(self, key: str) -> None:
-        """Drops a value that has come, so that `store_get` returns the present one."""
+        """Drops a received value, so that `store_get` requests the current one."""
         self._stored.pop(key, None)
 
     def stored(self, key: str) -> bytes | None:
-        """A value that has come."""
+        """Returns a received value, or None."""
         return self._stored.get(key)
 
     def wait_for_values(self, timeout_s: float) -> None:
-        """Reads what comes within a while; instructions stay in line."""
+        """Reads messages for at most ``timeout_s``; instructions stay in the inbox."""
         self._read(timeout_s)
 
     def store_published(self, keys: Sequence[str], timeout_s: float) -> set[str]:
-        """Those of some keys that are published within a while."""
+        """Returns the keys whose values arrive within ``timeout_s``."""
         self._send(*({"type": "StoreGet", "key": key} for key in keys))
         self._await(lambda: self._stored.keys() >= set(keys), timeout_s)
         return self._stored.keys() & set(keys)
 
     def close(self) -> None:
-        """Ends the connection, when all is taken. May be called twice."""
+        """Closes the connection after flushing it. May be called twice."""
         if not self._closed:
             with contextlib.suppress(CommunicationError, ProtocolError, OSError):
                 self._flush()
             self._closed = True
-            # Forked loader workers hold the socket too: closing alone ends nothing.
+            # Forked loader workers hold the socket too, so close() alone is not enough.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
     def _flush(self) -> None:
-        """Waits until the coordinator has taken all, if another could ask for it."""
+        """Waits until the coordinator has acknowledged all kept messages."""
         if not self._outbox or self._failure is not None:
             return
         self._send({"type": "Flush"})
@@ -288,7 +286,7 @@ class ControlChannel:
             self._send_whole(messages)
 
     def _keep(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Keeps messages that the next coordinator may need again."""
+        """Keeps messages to resend to a restarted coordinator."""
         for message in messages:
             if message["type"] not in _UNCOUNTED:
                 self._outbox.add(message)
@@ -308,8 +306,8 @@ class ControlChannel:
                 self._note_unreachable(error)
                 may_resume = self._reconnect is not None and not self.is_unreachable
                 if may_resume and self._failure is None:
-                    return  # the training thread sees it when it reads, and reconnects
-                # After a frame that went out in part no other can be read there.
+                    return  # the training thread notices it at reading, and reconnects
+                # After a partly sent frame, the coordinator cannot read any other.
                 self._cut = self._unsent(messages, error)
                 self._failure = self._failure or self._cut
         if not self._inbox:
@@ -320,7 +318,7 @@ class ControlChannel:
     ) -> CommunicationError:
         with contextlib.suppress(CommunicationError, ProtocolError):
             if self._failure is None:
-                self._fill(0.5)  # what it said last
+                self._fill(0.5)  # the coordinator's last messages
         kinds = ", ".join(str(message["type"]) for message in messages)
         failure = self._gone(error, f" ({kinds} was not sent)")
         failure.__cause__ = error
@@ -340,9 +338,9 @@ class ControlChannel:
             self._socket.setblocking(False)
 
     def _read(self, timeout_s: float) -> None:
-        """Reads what is there, waiting for the first byte at most ``timeout_s``.
+        """Reads arrived data, waiting at most ``timeout_s`` for the first byte.
 
-        Messages received before the end, such as its reason, are delivered first.
+        Messages received before the connection's end, such as its reason, come first.
         """
         if self._closed:
             raise CommunicationError("the control channel is closed")
@@ -382,7 +380,7 @@ class ControlChannel:
         """Reconnects to a restarted coordinator and resumes the stream.
 
         Raises:
-            CommunicationError: there is none in time, or it does not take this rank.
+            CommunicationError: no coordinator answers in time, or it rejects this rank.
         """
         assert self._reconnect is not None
         deadline_s = time.monotonic() + RESUME_S
@@ -397,7 +395,7 @@ class ControlChannel:
                     self._put(self._codec.encode(self._hello()))
                     self._await_resumed(deadline_s)
                 except (CommunicationError, OSError) as failure:
-                    # No socket listens any more: the launcher has ended.
+                    # No socket is listening: the launcher has ended.
                     is_over = isinstance(failure.__cause__, ConnectionRefusedError)
                     is_over |= refusals == MOST_REFUSALS
                     if is_over or time.monotonic() > deadline_s:
@@ -406,7 +404,7 @@ class ControlChannel:
             missing = self._asked - self._stored.keys()
             asks = [{"type": "StoreGet", "key": key} for key in sorted(missing)]
             rest = [*self._outbox.rest(), *asks]
-            with contextlib.suppress(OSError):  # it has died again: the next read
+            with contextlib.suppress(OSError):  # died again: the next read reconnects
                 self._put(b"".join(map(self._codec.encode, rest)))
 
     def _await_resumed(self, deadline_s: float) -> None:
@@ -451,5 +449,5 @@ class ControlChannel:
 
 
 def heeds_key(rank: int) -> str:
-    """Store key of a rank that handles a signal by itself."""
+    """Store key of a rank that handles signals itself."""
     return f"heeds signals/{rank}"

@@ -1,4 +1,4 @@
-"""Log lines about connections that are dropped: the more there are, the rarer."""
+"""Rate-limited log lines about dropped connections."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ logger = logging.getLogger(__name__)
 
 @final
 class DropLog:
-    """Counts dropped connections; a line for the first, second, fourth, eighth, ...
+    """Counts dropped connections; logs the first, second, fourth, eighth, ...
 
-    Whoever reaches a port may connect as often as it likes, and must not fill a disk.
+    So a client that connects again and again cannot fill the disk.
 
     Attributes:
-        count: of them.
+        count: number of dropped connections.
     """
 
     def __init__(self) -> None:
         self.count = 0
 
     def add(self, whose: str, why: object, *, is_known: bool = False) -> None:
-        """A connection is dropped.
+        """Records a dropped connection.
 
         Args:
-            whose: in words, after "dropped".
-            why: the reason.
-            is_known: it has the key and has said who it is: always a line, which may be
-                the only word of why the run ends.
+            whose: description of the connection, to follow "dropped".
+            why: reason for dropping it.
+            is_known: True if the peer has authenticated: always logged, as it may be
+                the only hint why the run ends.
         """
         self.count += 1
         if is_known or self.count.bit_count() == 1:

@@ -5,9 +5,9 @@ clear). After it both sides send frames::
 
     length (4 bytes, big endian) | tag (16 bytes) | payload (msgpack)
 
-The tag is HMAC-SHA256 over key, nonce, direction, sequence number and payload, so a
-frame of another run, of another connection, replayed, reordered or altered is refused.
-Contents are not encrypted.
+The tag is HMAC-SHA256 over key, nonce, direction, sequence number and payload. So a
+frame from another run or connection, or a replayed, reordered or altered frame, is
+refused. Contents are not encrypted.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ TAG_BYTES = 16
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 HELLO_WITHIN_S = 10.0
 HELLO_BYTES = 1 << 16
-"""Most bytes received before a connection has identified itself."""
+"""Limit of bytes received before a connection has identified itself."""
 
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
 
 
 class FrameCodec:
-    """Encodes what one side sends and decodes what the other sent.
+    """Encodes sent frames and decodes received frames of one connection.
 
     Args:
-        key: the run's shared secret.
-        nonce: the connection's nonce, from the server's greeting.
-        is_server: which side this is.
+        key: shared secret of the run.
+        nonce: nonce of the connection, from the server's greeting.
+        is_server: True on the server's side.
     """
 
     def __init__(self, key: bytes, nonce: bytes, *, is_server: bool) -> None:
@@ -53,10 +53,10 @@ class FrameCodec:
         self._buffer = bytearray()
 
     def encode(self, message: dict[str, Any]) -> bytes:
-        """A message as a frame.
+        """Encodes a message as a frame.
 
         Raises:
-            ProtocolError: it is too large for the other side.
+            ProtocolError: the message exceeds the size limit.
         """
         payload: bytes = msgpack.packb(message, use_bin_type=True)
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -68,11 +68,11 @@ class FrameCodec:
         return _LENGTH.pack(len(payload)) + tag + payload
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Takes received bytes; gives the messages that are now complete, one by one.
+        """Takes received bytes; yields the messages that are now complete.
 
         Raises:
-            ProtocolError: a frame is not authentic or not msgpack, and the connection
-                cannot be used any more; the messages before it have been given.
+            ProtocolError: a frame is not authentic or not msgpack; earlier messages
+                have been yielded, and the connection is unusable.
         """
         self._buffer += data
         head = _LENGTH.size + TAG_BYTES
@@ -101,16 +101,16 @@ class FrameCodec:
 
 
 def accept(key: bytes) -> tuple[bytes, FrameCodec]:
-    """The greeting of a new connection, and its codec, on the server's side."""
+    """Returns a new connection's greeting and its codec, on the server's side."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     return MAGIC + nonce, FrameCodec(key, nonce, is_server=True)
 
 
 def nonce_of(greeting: bytes) -> bytes:
-    """The nonce of a server's greeting.
+    """Returns the nonce of a server's greeting.
 
     Raises:
-        ProtocolError: whoever answers is no elche coordinator of this version.
+        ProtocolError: the peer is not an elche coordinator of this version.
     """
     if len(greeting) != GREETING_BYTES or not greeting.startswith(MAGIC):
         raise ProtocolError(

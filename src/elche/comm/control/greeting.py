@@ -1,4 +1,4 @@
-"""A connection to the coordinator, up to its greeting."""
+"""Connecting to the coordinator, including its greeting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.errors import CommunicationError, ProtocolError
 
 RESUME_S: Final = 20.0
-"""Within which a coordinator that has died is there again."""
+"""Time limit (s) for a restarted coordinator to answer."""
 UNREACHABLE_S: Final = 12.0
-"""A rank ends when its coordinator's machine confirms nothing for so long (s).
+"""Time (s) without acknowledgement from the coordinator's machine until a rank ends.
 
-The coordinator has given it up before, after `SILENT_S`.
+The coordinator drops the rank earlier, after `SILENT_S`.
 """
 
 
@@ -26,10 +26,10 @@ Reconnect: TypeAlias = Callable[[], tuple[socket.socket, FrameCodec]]
 def reach(
     address: tuple[str, int], key: bytes, rank: int, timeout_s: float
 ) -> tuple[socket.socket, FrameCodec]:
-    """Connects to the coordinator, and takes its greeting.
+    """Connects to the coordinator and reads its greeting.
 
     Raises:
-        CommunicationError: no coordinator answers there, or something else does.
+        CommunicationError: no coordinator answers at the address.
     """
     connection: socket.socket | None = None
     try:

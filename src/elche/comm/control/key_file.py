@@ -1,4 +1,4 @@
-"""Secrets of a run: their length, and files that one user alone reads."""
+"""Secrets of a run: key length, and the check for private files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ KEY_BYTES: Final = 32
 
 
 def is_private(descriptor: int) -> bool:
-    """True if an open file is this user's, and nobody else's to read or write."""
+    """True if an open file belongs to this user and only this user can access it."""
     status = os.fstat(descriptor)
     return status.st_uid == os.getuid() and not status.st_mode & 0o077

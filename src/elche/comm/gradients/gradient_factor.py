@@ -1,4 +1,4 @@
-"""A factor on the gradients of a backward pass, before their accumulation."""
+"""A factor applied to the gradients of a backward pass before accumulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def scaled(gradients: Gradients, factor: float) -> Gradients:
-    """Gradients times a factor; times 0 they are zeros, also where they are NaN."""
+    """Multiplies gradients by a factor; factor 0 yields zeros even for NaN."""
     if factor == 1.0:
         return gradients
     if factor == 0.0:
@@ -22,7 +22,7 @@ def scaled(gradients: Gradients, factor: float) -> Gradients:
 
 
 def accumulation_nodes(parameters: Iterable[nn.Parameter]) -> list[Any]:
-    """Nodes that add to ``p.grad``; torch keeps them only while a graph does."""
+    """Returns the AccumulateGrad nodes; torch frees them unless a graph holds them."""
     nodes: list[Any] = []
     for parameter in parameters:
         with torch.enable_grad():
@@ -35,11 +35,11 @@ def accumulation_nodes(parameters: Iterable[nn.Parameter]) -> list[Any]:
 def hook_accumulation(
     nodes: Iterable[Any], change: Callable[[Gradients], Gradients]
 ) -> list[Any]:
-    """Passes gradients through a method before they are added; returns the handles.
+    """Hooks a method that changes gradients before accumulation; returns handles.
 
     Args:
-        nodes: from :func:`accumulation_nodes`.
-        change: a bound method, which the hooks hold weakly.
+        nodes: nodes from :func:`accumulation_nodes`.
+        change: bound method that maps gradients; held weakly by the hooks.
     """
     me = weakref.WeakMethod(change)
 
@@ -52,12 +52,12 @@ def hook_accumulation(
 
 @final
 class GradientFactor:
-    """A factor on the gradients of some parameters, where they are accumulated.
+    """A factor applied to gradients when they are accumulated.
 
-    So `torch.autograd.grad` answers as ever, and what ``p.grad`` holds already stays.
+    So `torch.autograd.grad` is unaffected, and so is the present content of ``p.grad``.
 
     Attributes:
-        value: the factor; with 0 zeros are added, also where gradients are NaN or Inf.
+        value: the factor; 0 adds zeros even if gradients are NaN or Inf.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -1,14 +1,14 @@
-"""Hooks of a backward pass, and changes to what a model trains.
+"""Hooks of a backward pass, and detection of changes to a model's parameters.
 
-Hooks on gradients run after the user's own.
+Hooks on gradients run after the user's hooks.
 
-A replayed CUDA graph runs no hook: a backward pass inside one brings no gradient to a
-reduction, and is refused where it is captured. `torch.cuda.make_graphed_callables`
-captures modules apart from the backward pass around them, and is fine.
+A replayed CUDA graph runs no hooks, so a backward pass inside a graph could not be
+reduced; its capture is refused. `torch.cuda.make_graphed_callables` captures modules
+separately from the surrounding backward pass, and works.
 
-Reentrant activation checkpointing runs a backward pass of its own inside a node of the
-one that the loop began, and autograd calls back at the end of each. Gradients are
-complete when the outermost has ended.
+Reentrant activation checkpointing runs nested backward passes inside nodes of the
+loop's own, and autograd calls back at the end of each. Gradients are complete when the
+outermost pass has ended.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _VALUES = methodcaller("values")
 class GradientHooks:
     """One hook per parameter, called when its gradient has been accumulated.
 
-    The hooks go with this object: parameters outlive a wrapper that is dropped.
+    The hooks are removed with this object, since parameters outlive a dropped wrapper.
 
     Args:
-        parameters: trainable, each once.
+        parameters: trainable parameters, each once.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,19 +70,19 @@ class GradientHooks:
         self._nodes.clear()
 
     def keep_last(self, current: int | None = None) -> bool:
-        """Lets hooks of the user's own run first: what they make of it is reduced.
+        """Moves the hooks behind the user's hooks, whose results are to be reduced.
 
-        Called before a forward pass, so that :meth:`was_taken` can tell.
+        Call it before a forward pass, so that :meth:`was_taken` works.
 
         Args:
-            current: parameter whose hooks are run just now; None: none.
+            current: index of the parameter whose hooks are running; None: none are.
 
         Returns:
-            False if hooks of the user's own follow the one here on that parameter.
+            False if user hooks still follow on that parameter in this pass.
         """
         hooked = filter(None, map(accumulated_hooks, self._parameters))
         if set(map(len, hooked)) <= {1}:
-            return True  # as in most models: there is none but the one here
+            return True  # the common case: there are no user hooks
         ran_last = [*map(self._move_last, range(len(self._parameters)))]
         for index, parameter in enumerate(self._parameters):
             if len(accumulated_hooks(parameter) or ()) > 1 and parameter.requires_grad:
@@ -90,10 +90,10 @@ class GradientHooks:
         return current is None or ran_last[current]
 
     def was_taken(self, index: int) -> bool:
-        """True if a hook took the gradient that autograd had for a parameter.
+        """True if a user hook removed the gradient that autograd had for a parameter.
 
-        Asked in the hook here, where ``p.grad`` is None: autograd comes by without a
-        gradient, too (a function's backward returned None).
+        Called in our hook when ``p.grad`` is None. Autograd also runs hooks without a
+        gradient, if a function's backward returned None.
         """
         hooks: Any = accumulated_hooks(self._parameters[index])
         if not hooks or next(iter(hooks)) == self._handles[index].id:
@@ -101,9 +101,9 @@ class GradientHooks:
         return self._brought.get(index, True)
 
     def _watch(self, index: int, parameter: nn.Parameter) -> None:
-        """Looks at what autograd brings, before any hook on the accumulated gradient.
+        """Records if autograd has a gradient, before hooks on the accumulated one run.
 
-        It takes longer than those hooks, so only where there are others to suspect.
+        This prehook is slower than those hooks, so it is used only with user hooks.
         """
         node: Any = get_gradient_edge(parameter).node
         if self._nodes.get(index) is node:
@@ -117,7 +117,7 @@ class GradientHooks:
         self._watches.append(node.register_prehook(look))
 
     def _move_last(self, index: int) -> bool:
-        """True if no hook of the user's own follows; the next time none will."""
+        """Moves our hook to the end; True if it already was there."""
         parameter, handle = self._parameters[index], self._handles[index]
         hooks: Any = accumulated_hooks(parameter)
         if not hooks or next(reversed(hooks)) == handle.id or handle.id not in hooks:
@@ -128,17 +128,17 @@ class GradientHooks:
 
 @final
 class ParameterWatch:
-    """Parameters of a model's modules, trained ones marked, when this was made.
+    """Snapshot of a model's parameters and of which are trained.
 
-    Walking ``model.parameters()`` costs 0.1 ms where there are forty modules. Comparing
-    what all of them hold, one after another, with what they held then costs a tenth of
-    that, as no line of Python runs for each.
+    Walking ``model.parameters()`` costs 0.1 ms for forty modules. Comparing the
+    modules' dicts with a snapshot costs a tenth of that, as no Python code runs per
+    item.
 
     Args:
-        model: the model.
+        model: model to take the snapshot of.
 
     Attributes:
-        parameters: of the model, each once, as it was.
+        parameters: the model's parameters at the snapshot, each once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -156,7 +156,7 @@ class ParameterWatch:
 
     @property
     def is_same(self) -> bool:
-        """True if nothing has changed; False may also mean that it cannot be told."""
+        """True if nothing has changed; False if something has or may have changed."""
         return (
             list(map(_IS_TRAINED, self.parameters)) == self._were_trained
             and not any(self._empty)
@@ -188,7 +188,7 @@ def refuse_gradient(
     """Refuses a gradient that cannot be reduced.
 
     Raises:
-        ConfigError: it has none, or one of another kind than a message has.
+        ConfigError: the gradient is missing, or of a kind that messages cannot hold.
     """
     if gradient is None:
         raise ConfigError(
@@ -215,21 +215,21 @@ def refuse_gradient(
 
 
 def at_backward_end(call: Callable[[], None]) -> None:
-    """Calls back once, when the backward pass under way and all around it have ended.
+    """Calls back once, when the outermost backward pass has ended.
 
-    For hooks of gradients. A pass that an error breaks off calls no hook.
+    For use in gradient hooks. A pass aborted by an error does not call back.
     """
     queue_callback(partial(_at_end, call))
 
 
 def _at_end(call: Callable[[], None]) -> None:
-    """A pass has ended; in a node of the one around it, if there is one."""
+    """Calls back, or, at the end of a nested pass, defers to the outer pass."""
     around = current_node()
     if around is None:
         call()
         return
-    # Only hooks that run in the outer pass can ask to be called at its end: of the
-    # nodes that it comes to next, one at least.
+    # Only a hook that runs in the outer pass can queue a callback at its end. The outer
+    # pass executes at least one of the next nodes.
     handles: list[RemovableHandle] = []
 
     def go_on(gradients: Any) -> None:

@@ -1,17 +1,16 @@
 """Gradients summed over a window, for one common optimizer step at its end.
 
-A rank adds up the gradients of its batches, each times its samples; the ranks sum these
-sums and their samples, and all ranks take ΣG_r / Σ|S_r|, the gradient of the mean over
-all samples of the window, whatever each rank's part of it. Between the batches
-``p.grad`` is None, so that the loop's own ``optimizer.step()`` moves nothing. Clipping
-comes after the reduction.
+A rank adds up the gradients of its batches, each times its samples. The ranks reduce
+these sums and their samples to ΣG_r / Σ|S_r|, the gradient of the mean over all samples
+of the window, whatever each rank's share. Between the batches ``p.grad`` is None, so
+that the loop's own ``optimizer.step()`` changes nothing. Clip after the reduction.
 
-The message carries a flag per parameter, so that one that no rank used keeps
-``grad=None``, and the rank's samples. What a rank added up is kept until it adds to the
-next window, so a reduction that fails can be redone (:meth:`GradientWindow.connect`).
-A rank whose sums contain NaN or Inf sends zeros, and no samples.
-Cost: two model copies beside the gradients, and one more where ranks sum in shared
-memory.
+The message holds the gradients, a flag per parameter, so that a parameter that no rank
+used keeps ``grad=None``, and the rank's samples. A rank keeps its local sums until it
+adds to the next window, so that a failed reduction can be repeated
+(:meth:`GradientWindow.connect`). A rank whose sums contain NaN or Inf sends zeros and
+no samples.
+Cost: two model copies in addition to the gradients; in shared memory, three.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ WHAT = "reducing the gradients of a window"
 
 
 class GradientWindow:
-    """Sums the gradients of one model over windows and ranks; made with all of them.
+    """Sums gradients of a model over windows and ranks; constructed collectively.
 
     Args:
-        parameters: the trainable parameters, each once, in the same order on every
-            rank.
-        group: the process group.
+        parameters: trainable parameters, each once, in the same order on every rank.
+        group: process group of all ranks.
 
     Attributes:
-        group: the one that it sends through.
+        group: current process group.
 
     Raises:
         ConfigError: there is no parameter.
@@ -66,7 +64,7 @@ class GradientWindow:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory of sums, message and result."""
+        """Bytes of sums, message and result."""
         copies = 3 if self._message.keeps_contribution else 2
         return copies * self._numel * self._dtype.itemsize
 
@@ -77,13 +75,13 @@ class GradientWindow:
 
     @property
     def is_finite(self) -> bool:
-        """True if this rank's summed gradients are finite; waits for the device."""
+        """True if this rank's summed gradients are finite; synchronizes the device."""
         return self._is_reduced or all_finite(self._sums)
 
     def connect(self, group: Group) -> None:
-        """Sends through this group from now on; with all its ranks.
+        """Switches to a group; a collective call in it.
 
-        What was added up stays, so a reduction that failed can be redone.
+        Local sums are kept, so that a failed reduction can be repeated.
         """
         self.group = group
         # Gradients, a flag per parameter, samples.
@@ -96,12 +94,12 @@ class GradientWindow:
         """Adds the gradient of a batch, and sets every ``p.grad`` to None.
 
         Args:
-            samples: what ``p.grad`` is a mean over; 0 drops it.
-            is_whole: this is all of the batch (or the last backward pass through it):
-                its samples count now.
+            samples: number of samples that ``p.grad`` is a mean over; 0 drops it.
+            is_whole: True to count the samples now: this is the only or the last
+                backward pass through the batch.
 
         Raises:
-            ConfigError: the samples are no such number.
+            ConfigError: ``samples`` is negative or not finite.
         """
         if not (math.isfinite(samples) and samples >= 0):
             raise ConfigError(f"expected a number of samples from 0 on, got {samples}")
@@ -121,11 +119,10 @@ class GradientWindow:
 
     @torch.no_grad()
     def begin(self, *, counts: bool = True) -> None:
-        """Ends the window on this rank: sends what was added up.
+        """Ends the window on this rank and sends its sums.
 
         Args:
-            counts: False: it is no contribution (see :attr:`is_finite`): zeros are sent
-                in its place.
+            counts: False to send zeros instead (see :attr:`is_finite`).
         """
         if self._is_reduced:
             self._forget()
@@ -141,16 +138,16 @@ class GradientWindow:
 
     @torch.no_grad()
     def finish(self) -> float:
-        """Waits for all ranks, and gives every ``p.grad`` the mean over the window.
+        """Waits for all ranks and sets every ``p.grad`` to the mean over the window.
 
-        It is None where no rank had a gradient, and overwritten by the next reduction.
-        The caller clips, steps, and calls :meth:`clear`.
+        It is None if no rank had a gradient; the next reduction overwrites it. The
+        caller clips, steps, and calls :meth:`clear`.
 
         Returns:
-            The samples of all ranks; 0.0 leaves every ``p.grad`` None.
+            The total samples of all ranks; 0.0 leaves every ``p.grad`` None.
 
         Raises:
-            CommunicationError: it failed; nothing has changed on this rank.
+            CommunicationError: the reduction failed; this rank is unchanged.
         """
         summed = self._message.finish(WHAT)
         samples = float(summed[-1].real)
@@ -172,17 +169,17 @@ class GradientWindow:
         return self._message.has_sum
 
     def skip(self) -> None:
-        """The step that this window ends with was taken from another rank."""
+        """Discards the window, as its step was copied from another rank."""
         self._is_reduced = True
         self.clear()
 
     def clear(self) -> None:
-        """Sets every ``p.grad`` to None, so that the loop's own step moves nothing."""
+        """Sets every ``p.grad`` to None, so that the loop's step changes nothing."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def _forget(self) -> None:
-        """A window whose reduction is through makes room for the next."""
+        """Resets the sums of a reduced window for the next one."""
         foreach_zero_(self._sums)
         self._used = [False] * len(self._parameters)
         self._samples = 0.0
@@ -190,7 +187,7 @@ class GradientWindow:
 
 
 def _lying_as(parameter: nn.Parameter, mean: torch.Tensor) -> torch.Tensor:
-    """A gradient in the memory format of its parameter: fused optimizers rely on it."""
+    """Converts a gradient to its parameter's format, as fused optimizers require."""
     if mean.is_complex() and not parameter.is_complex():
         mean = mean.real.contiguous()  # complex parameters are in the same message
     if parameter.is_contiguous():

@@ -1,15 +1,14 @@
-"""Weight of a rank's part of a step: of its gradients, and in normalisation.
+"""Weight of a rank's part of a step, for its gradients and in SyncBatchNorm.
 
-Where the user weighs steps, all ranks agree on a step's total. A rank knows the weight
-of its own part (tokens, say), not the others'. It sends its gradients times w_r / R
-and, in a small message of the same pass, w_r; the sum is then multiplied by R / Σw. So
-no bucket waits for the slowest rank's weight. R is a power of two near the last step's
-total: multiplying by it rounds nothing, and a step's gradients are the same to the bit
-whatever R was. In the first step, and for float16, whose range R could leave, ranks
-wait for the total first.
+If the user weights steps, all ranks agree on a step's total weight. A rank knows only
+the weight w_r of its own part (e.g. tokens). It sends its gradients times w_r / R and,
+in a small message of the same pass, w_r; the sum is then multiplied by R / Σw. So no
+bucket waits for the slowest rank's weight. R is a power of two near the last step's
+total: it causes no rounding, so gradients are bit-identical for any R. In the first
+step, and for float16, where R could overflow, ranks wait for the total first.
 
 A rank of weight 0 adds nothing to its own ``p.grad`` either, and waits for the total:
-where all weights are 0, all ranks keep the accumulated gradients of rank 0.
+if all weights are 0, all ranks keep rank 0's accumulated gradients.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ WHAT = "agreeing on what the ranks' batches weigh"
 
 
 def reference_of(total: float) -> float:
-    """The least power of two above a total."""
+    """Returns the smallest power of two above a total."""
     return math.ldexp(1.0, math.frexp(total)[1])
 
 
 @final
 class StepWeights:
-    """Weights of one model's steps.
+    """User-given weights of one model's steps.
 
     Attributes:
-        wait_s: seconds of the last pass in which other ranks' weights were waited for
-            before anything was sent.
+        wait_s: seconds of the last pass spent waiting for other ranks' weights before
+            the first bucket.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
@@ -55,7 +54,7 @@ class StepWeights:
         self.wait_s = 0.0
 
     def attach(self) -> None:
-        """Opens the message, with all ranks, and hooks every parameter."""
+        """Opens the message and hooks every parameter; a collective call."""
         self._open()
         self._own_factor.attach()
 
@@ -68,16 +67,16 @@ class StepWeights:
         self._own_factor.detach()
 
     def begin_step(self, weight: float) -> None:
-        """This rank's part of the step weighs so much until :meth:`end_step`."""
+        """Sets the weight of this rank's part of the step until :meth:`end_step`."""
         self._weight = weight
         self._own_factor.value = float(weight > 0.0)
 
     def end_step(self) -> None:
-        """Backward passes after this are the user's own."""
+        """Ends the step; later backward passes are the user's own."""
         self._own_factor.value = 1.0
 
     def open_pass(self, side: int) -> float:
-        """Sends this rank's weight; returns what its gradients are multiplied by."""
+        """Sends this rank's weight; returns the factor of its gradients."""
         assert self._exchange is not None
         message = self._exchange.contribution(side).zero_()
         message[self._group.rank] = self._weight
@@ -94,7 +93,7 @@ class StepWeights:
         return self._weight / self._reference
 
     def close_pass(self) -> float:
-        """Factor from the sum to the mean."""
+        """Waits for all weights; returns the factor from sum to mean."""
         total = self._agreed()
         self._factor = 1.0
         if total != 0.0:
@@ -107,11 +106,11 @@ class StepWeights:
         The next pass waits for its total, since some ranks may lack the last one.
 
         Args:
-            group: of the survivors.
+            group: group of the survivors.
             source: place of a rank with the last sums; None: all have them.
 
         Returns:
-            Factor of those sums, as ``source`` has it.
+            Factor of those sums on ``source``.
         """
         factor = torch.tensor([self._factor], dtype=torch.float64, device="cpu")
         if source is not None:
@@ -122,7 +121,7 @@ class StepWeights:
         return self._factor
 
     def _agreed(self) -> float:
-        """The ranks' weights together."""
+        """Returns the total weight; waits for it if needed."""
         if self._total is None:
             assert self._exchange is not None
             self._total = math.fsum(self._exchange.finish(WHAT).tolist())
@@ -130,14 +129,14 @@ class StepWeights:
 
 
 class StepPart(NamedTuple):
-    """This rank's part of a step, as its gradients are weighed.
+    """This rank's part of a step, for weighting its gradients.
 
     Attributes:
         scale: n_r / N; 0 for a rank without samples, which sends zeros.
-        active_ranks: ranks that have samples in this step.
-        weight: what the user says that this part weighs, None where its samples do.
-            Without :meth:`PartWeights.weigh_by_user` only whether it is 0 counts.
-        label: the step, for whoever looks at a pass of it.
+        active_ranks: number of ranks that have samples in this step.
+        weight: the user's weight for this part; None: its samples. Without
+            :meth:`PartWeights.weigh_by_user`, it only matters if it is 0.
+        label: identifier of the step, passed to observers.
     """
 
     scale: float
@@ -147,11 +146,11 @@ class StepPart(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Missing part of a backward pass: ranks whose loop has left send zeros.
+    """Fraction missing from a pass, because ranks that left the epoch send zeros.
 
     Attributes:
-        samples: part of the samples.
-        ranks: part of the ranks that have samples.
+        samples: missing fraction of the samples.
+        ranks: missing fraction of the ranks that have samples.
     """
 
     samples: float = 0.0
@@ -163,15 +162,15 @@ class PartWeights:
     """Weights of this rank's gradients, and the factor on their sum.
 
     Args:
-        parameters: the trainable ones.
-        group: the process group.
-        norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
+        parameters: trainable parameters.
+        group: process group of all ranks.
+        norms: scope of SyncBatchNorm layers that receives each batch's weight, if any.
 
     Attributes:
-        part: of the step whose gradients come now; None: of none.
-        scale: the factor of gradients, as far as this rank knows it.
-        ranks: that have samples, where losses are sums.
-        are_of_sums: losses are sums.
+        part: part of the step that new gradients belong to; None outside of a step.
+        scale: factor of gradients, by this rank's knowledge.
+        ranks: number of ranks that have samples, if losses are sums.
+        are_of_sums: True if losses are sums.
     """
 
     def __init__(
@@ -188,25 +187,24 @@ class PartWeights:
         self.are_of_sums = False
 
     def weigh_by_user(self) -> None:
-        """Weighs steps by the user's weights; call it before :meth:`attach`."""
+        """Enables the user's weights; call it before :meth:`attach`."""
         self._by_user = StepWeights(self._parameters, self._group)
 
     def sum_losses(self) -> None:
-        """Losses are sums over samples, not means; before :meth:`attach`.
+        """Declares losses as sums, not means; call it before :meth:`attach`.
 
         The gradient of the sum over the union batch is the sum of the ranks' gradients.
-        But in a second backward pass before the optimizer's step ``p.grad`` already
-        holds the sum of the first, on every rank, and must not be added up again. So
-        the reduction is a plain mean over the ranks that have samples, and what a pass
-        adds is multiplied by their number before it gets to ``p.grad``. A part that
-        weighs nothing adds nothing there, and what was accumulated before takes part in
-        the mean.
+        But in a second backward pass before the optimizer's step, ``p.grad`` already
+        holds the first pass's sum on every rank, which must not be summed again. So the
+        reduction is a plain mean over the ranks that have samples, and new gradients
+        are multiplied by their number before accumulation. A part of weight 0 adds
+        nothing, and gradients accumulated before take part in the mean.
         """
         self._sums = GradientFactor(self._parameters)
         self.are_of_sums = True
 
     def attach(self) -> None:
-        """Hooks every parameter, where that is needed; with all ranks."""
+        """Hooks every parameter if needed; a collective call."""
         for each in (self._by_user, self._sums):
             if each is not None:
                 each.attach()
@@ -218,12 +216,12 @@ class PartWeights:
                 each.detach()
 
     def weigh(self, part: StepPart | None, ranks: float = 0.0) -> None:
-        """Sets all that depends on the step.
+        """Sets all factors that depend on the step.
 
         Args:
-            part: of the step; None: none is under way.
-            ranks: that have samples, where losses are sums and gradients multiplied by
-                that have come already; 0: as the part says.
+            part: this rank's part of the step; None: no step is in progress.
+            ranks: number of ranks with samples, if losses are sums and earlier
+                gradients were multiplied by it; 0: the part's number.
         """
         self.part = part
         if part is None:
@@ -249,20 +247,20 @@ class PartWeights:
             self._norms.weigh(loss_weight)
 
     def open_pass(self, side: int) -> tuple[float, float]:
-        """The factor of this rank's gradients, and seconds of waiting for others."""
+        """Opens a pass; returns this rank's gradient factor, and seconds waited."""
         if self._by_user is None:
             return self.scale, 0.0
         scale = self._by_user.open_pass(side)
         return scale, self._by_user.wait_s
 
     def close_pass(self, lost: Lost) -> float:
-        """Factor from the sum to the mean of the present parts."""
+        """Returns the factor from the sum to the mean over the parts not lost."""
         if self._by_user is not None:
             return self._by_user.close_pass()
         missing = lost.samples if self._sums is None else lost.ranks
         return 1.0 / (1.0 - missing) if missing < 1.0 else 1.0
 
     def go_on_in(self, group: Group, source: int | None) -> float:
-        """Ranks have died; as :meth:`StepWeights.go_on_in`."""
+        """Continues with the survivors; see :meth:`StepWeights.go_on_in`."""
         self._group = group
         return 1.0 if self._by_user is None else self._by_user.go_on_in(group, source)

@@ -1,22 +1,22 @@
 """Gradients reduced during backward, weighted by samples or by user weights.
 
-Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
-the group sums, which gives the gradient of the mean over the union batch of N samples,
-whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
-:mod:`elche.comm.gradients.part_weights` agrees on. How that is done, bucket by bucket
-and out of place, is :mod:`elche.comm.gradients.buckets.bucket_pass`, and with what
-weight :mod:`elche.comm.gradients.part_weights`; here is when. Then ``p.grad`` becomes a
-view of the reduced bucket. What a rank has sent is kept until the next backward's
-reduction. Cost: two gradient copies, the sum, which is ``p.grad``, and what this rank
-sent (in shared memory), or its own gradients; outside of shared memory a third where
-others may die, the sum as it came, for whoever lacks it (over several hosts that is in
-each host's memory, once for all its ranks).
-A ``p.grad`` kept by reference stays as it is, as in plain training. Where ranks hold
-parameters in other memory formats (channels last on a GPU, say), the sum is copied into
-the gradient that is there instead.
+Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N, and
+the group sums. This gives the gradient of the mean over the union batch of N samples
+for any shares. With user weights (e.g. tokens), the factor is w_r / Σw. This module
+decides when to reduce, :mod:`elche.comm.gradients.part_weights` computes the weights,
+and :mod:`elche.comm.gradients.buckets.bucket_pass` reduces bucket by bucket, out of
+place. Then ``p.grad`` becomes a view of the reduced bucket.
 
-torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
-why this one exists.
+Cost: two gradient copies. One is the sum, which is ``p.grad``; the other is this rank's
+contribution (in shared memory) or its own gradients, kept until the next reduction.
+Outside of shared memory, if ranks may die, a third copy keeps the unmodified sum for
+ranks that lack it; with several hosts, once per host in its shared memory.
+
+A ``p.grad`` kept by reference stays unchanged, as in plain training. If ranks hold
+parameters in different memory formats (e.g. channels last on a GPU), the sum is copied
+into the existing gradient instead.
+
+torch's own DistributedDataParallel divides by the world size and has no weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 
 Look = Callable[[Any, dict[int, int]], None]
-"""Takes the step's label, and how many gradients each parameter got in the pass, by its
-index and in order of the first."""
+"""Receives the step's label, and the number of gradients in the pass by parameter
+index, in order of the first gradients."""
 
 
 @final
@@ -50,27 +50,26 @@ class GradientReducer(BucketPass):
     """Reduces the gradients of one model in every backward of a step.
 
     Args:
-        parameters: the model's trainable parameters, each once, as defined.
-        group: the process group.
-        bucket_cap_bytes: most bytes of gradients in one message.
-        buffers: averages the model's buffers after the gradients, if it has any.
-        norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
-        names: of the parameters, for people; None numbers them.
-        codec: how float32 and half precision gradients travel.
-        keeps_sums: the survivors continue when ranks die.
-        reduced: records which gradients are sums; None: not recorded.
+        parameters: trainable parameters, each once, in order of definition.
+        group: process group of all ranks.
+        bucket_cap_bytes: bucket capacity in bytes of gradients.
+        buffers: averager of the model's buffers, run after the gradients, if any.
+        norms: scope of SyncBatchNorm layers that receives each batch's weight, if any.
+        names: parameter names for errors; None: numbers.
+        codec: codec of float32 and half-precision gradients.
+        keeps_sums: True if survivors continue after a rank's death.
+        reduced: record of the gradients that are sums; None: not recorded.
 
     Attributes:
-        beneath: called once, when the next backward pass that is reduced begins. What
-            the training thread does there costs nothing on a device that computes by
-            itself; between two steps the device, and every other rank, would wait.
-        look: called in every pass, when ``p.grad`` is complete and still this rank's;
-            without gradients where the rank weighs nothing: zeros are sent then.
-        lost: where ranks have left the epoch, returns what is missing in a pass, by its
-            step's label and its number, when all contributions are there; the sum is
-            then made the mean of these.
-        pass_steps: a checksum of the steps that passes so far were of, in order.
-        passed: the label of the step that the last sums are of; None: there are none.
+        beneath: callback run once when the next reduced backward pass begins. There
+            the host work is hidden by the device's computation; between two steps the
+            device, and every other rank, would wait.
+        look: observer called in every pass when ``p.grad`` is complete and not yet
+            reduced; called without gradients if the rank's weight is 0.
+        lost: maps a step's label and a pass's number to the fraction missing from
+            ranks that left the epoch; the sum is rescaled to the mean of the rest.
+        pass_steps: checksum of the steps of all passes so far, in order.
+        passed: label of the last summed step; None if there is none.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class GradientReducer(BucketPass):
 
     @override
     def attach(self) -> None:
-        """Allocates buckets and hooks every parameter; with all ranks.
+        """Allocates buckets and hooks every parameter; a collective call.
 
         Raises:
             ConfigError: there is no parameter.
@@ -129,12 +128,12 @@ class GradientReducer(BucketPass):
         super().attach()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Residuals of this rank's codec; None without a codec."""
+        """Returns the residuals of this rank's codec; None without a codec."""
         left = self._queue.residuals()
         return packed(self.parameters, left) if left else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`; with all ranks. Nothing without a codec.
+        """Loads the codec's residuals, if there is a codec; a collective call.
 
         Raises:
             MismatchError: a rank's state does not fit its parameters.
@@ -150,7 +149,7 @@ class GradientReducer(BucketPass):
         """Sets the weight of this rank's gradients until :meth:`end_step`.
 
         Raises:
-            CommunicationError: the backward pass before was broken off.
+            CommunicationError: the previous backward pass was aborted.
         """
         if self._phase is not Phase.IDLE:
             self._refuse_broken_backward()
@@ -164,7 +163,7 @@ class GradientReducer(BucketPass):
         """Backward passes after this are the user's own and not reduced.
 
         Raises:
-            CommunicationError: the step's backward pass was broken off.
+            CommunicationError: the step's backward pass was aborted.
         """
         self._in_hand = None
         self.weights.weigh(None)
@@ -173,37 +172,37 @@ class GradientReducer(BucketPass):
             self._refuse_broken_backward()
 
     def weigh_forward(self, part: StepPart | None) -> None:
-        """A forward pass of a step begins; None: it has ended."""
+        """Sets the weight of a forward pass; None restores the current step's."""
         self.weights.weigh(self._in_hand if part is None else part)
 
     def weigh_pass(self, part: StepPart) -> None:
-        """Weighs the open backward pass as one of an earlier step than the current one.
+        """Weights the open backward pass as part of an earlier step.
 
-        Call it in the pass, before its first gradient. The pass is reduced after
-        :meth:`end_step`, too.
+        Call it in the pass, before its first gradient. The pass is reduced even after
+        :meth:`end_step`.
         """
         self.weights.weigh(part)
         at_backward_end(self._end_late_pass)
 
     def _end_late_pass(self) -> None:
-        """A pass without gradients (`torch.autograd.grad`) is not closed."""
+        """Restores the weights if the pass had no gradients (`torch.autograd.grad`)."""
         if self._phase is Phase.IDLE:
             self.weights.weigh(self._in_hand)
 
     @property
     def is_joinable(self) -> bool:
-        """True if :meth:`join_pass` can do without a forward pass."""
+        """True if :meth:`join_pass` needs no forward pass."""
         return self._norms is None
 
     def join_pass(self, part: StepPart) -> None:
-        """Takes part in a pass of the others, outside of a step, with nothing.
+        """Joins other ranks' pass outside of a step, contributing zeros.
 
         Args:
-            part: of the others' step; where this rank had samples in it, its buffers
-                count as they are.
+            part: this rank's part of that step; if it had samples, its current buffers
+                are averaged too.
 
         Raises:
-            CommunicationError: it failed, or a rank did not arrive in time.
+            CommunicationError: the reduction failed, or a rank timed out.
         """
         self.begin_step(StepPart(0.0, part.active_ranks, 0.0, part.label))
         self._keeps_buffers = part.scale > 0.0
@@ -215,7 +214,7 @@ class GradientReducer(BucketPass):
 
     @property
     def part_under_way(self) -> StepPart | None:
-        """This rank's part of the step whose backward pass has begun without sums."""
+        """This rank's part of the pass that has begun and has no sums yet, or None."""
         return self.weights.part if self.backward_passes > self.closed_passes else None
 
     def go_on_in(
@@ -229,14 +228,14 @@ class GradientReducer(BucketPass):
         """Continues in the group of the survivors; a collective call.
 
         Args:
-            group: of the survivors.
+            group: group of the survivors.
             source: place of a rank with the last pass's sums; None: all have them.
-            alive: maps a part of a step to the one without dead ranks.
-            lacks: this rank does not have those sums.
+            alive: maps a part of a step to that part without the dead ranks.
+            lacks: True if this rank lacks those sums.
 
         Raises:
-            CommunicationError: the model meets others in its forward pass, or what is
-                accumulated cannot be reduced anew.
+            CommunicationError: the model has SyncBatchNorm layers, or accumulated
+                gradients cannot be reduced again.
         """
         if self._norms is not None:
             raise CommunicationError(
@@ -253,7 +252,7 @@ class GradientReducer(BucketPass):
         self._weigh_alive(alive)
 
     def _weigh_alive(self, alive: Callable[[StepPart], StepPart]) -> None:
-        """Reweighs the current step, and that of the open pass, for the survivors.
+        """Reweights the current step and the open pass's step for the survivors.
 
         Raises:
             CommunicationError: see `_refuse_accumulated`.
@@ -269,7 +268,7 @@ class GradientReducer(BucketPass):
         self.weights.weigh(part, ranks)
 
     def _refuse_accumulated(self) -> None:
-        """Refuses to reduce anew what was added to a sum of ranks, and to that alone.
+        """Refuses to repeat a reduction if gradients were added to an earlier sum.
 
         Raises:
             CommunicationError: a gradient is accumulated into the last sum.
@@ -282,18 +281,18 @@ class GradientReducer(BucketPass):
             )
 
     def hold(self, holds: bool) -> None:
-        """Keeps gradients for a later backward pass of the step, which sends them all.
+        """Starts or stops gradient accumulation within the step.
 
         Args:
-            holds: from now on; False: the next pass is the last one.
+            holds: True to accumulate without reducing; False: the next pass is reduced.
         """
         self._holds = holds
 
     @override
     def rewind(self) -> None:
-        """The step's forward or backward pass was broken off and will be run again.
+        """Prepares to rerun the step's aborted forward or backward pass.
 
-        What was sent of it stays sent, so it must be run on the same samples.
+        Sent buckets stay sent, so the rerun must use the same samples.
 
         Raises:
             CommunicationError: the step had been reduced.
@@ -314,8 +313,8 @@ class GradientReducer(BucketPass):
 
     @override
     def open_pass(self) -> float:
-        """A pass begins; returns the factor of this rank's gradients."""
-        self._reduced.strays.clear()  # what they hold takes part in this reduction
+        """Opens a pass; returns the factor of this rank's gradients."""
+        self._reduced.strays.clear()  # their gradients take part in this reduction
         work, self.beneath = self.beneath, None
         if work is not None:
             work()
@@ -329,7 +328,7 @@ class GradientReducer(BucketPass):
         return scale
 
     def _look_once(self, part: StepPart) -> None:
-        """Calls `look` once per pass, also for one repeated or copied from a rank."""
+        """Calls `look` once per pass, even if the pass is repeated or copied."""
         came, is_new = self._order.came, self._looked_at < self.backward_passes
         has_weight = self._scale != 0.0
         if self.look is not None and is_new and (came or has_weight):
@@ -338,7 +337,7 @@ class GradientReducer(BucketPass):
 
     @override
     def close_pass(self) -> float:
-        """Averages buffers, if the model has any; by samples the sum is the mean."""
+        """Averages buffers, if any; returns the factor from sum to mean."""
         part = self.weights.part
         assert part is not None
         self._look_once(part)

@@ -1,7 +1,7 @@
-"""Residuals of encoded gradients, as a state like that of averaged parameters.
+"""Checkpoint state of encoded gradients' residuals, in the averager's format.
 
-One group of all trained parameters, in the order of their definition: buckets may be
-laid out otherwise when it is loaded, and ranks may be others.
+All trained parameters form one group, in order of definition, because bucket layouts
+and ranks may differ when the state is loaded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from elche.comm.averaging.averager_state import blank, check_alike, misfit_of
 from elche.comm.transport.process_group import Group
 
 KIND = "gradients"
-"""Stands where the state of averaged parameters has their dtype."""
+"""Marker in place of the dtype in the state of averaged parameters."""
 
 
 def is_of_gradients(state: object) -> bool:
-    """True if a state is one of these."""
+    """True if a state holds residuals of gradients."""
     groups = state.get("groups", ()) if isinstance(state, Mapping) else ()
     kinds = [isinstance(each, Mapping) and each.get("dtype") for each in groups]
     return kinds == [KIND]
@@ -29,7 +29,7 @@ def is_of_gradients(state: object) -> bool:
 def packed(
     parameters: Sequence[nn.Parameter], left: Mapping[int, torch.Tensor]
 ) -> dict[str, Any]:
-    """The state, of residuals by the parameters' ids."""
+    """Builds the state from residuals by parameter ID."""
     state = blank(_layouts(parameters))
     total = sum(p.numel() for p in parameters)
     flat = torch.zeros(total, dtype=torch.float32, device="cpu")
@@ -44,14 +44,14 @@ def packed(
 def unpacked(
     parameters: Sequence[nn.Parameter], state: dict[str, Any], group: Group
 ) -> dict[int, torch.Tensor]:
-    """Residuals by the parameters' ids; with all ranks.
+    """Returns residuals by parameter ID; a collective call.
 
     Raises:
         MismatchError: a rank's state does not fit its parameters.
     """
     check_alike(group, state, misfit_of(state, _layouts(parameters)))
     residual = state["groups"][0]["residual"]
-    if residual is None:  # of a rank that was not there
+    if residual is None:  # this rank did not exist at saving
         return {}
     parts = residual.split([p.numel() for p in parameters])
     return {id(p): part for p, part in zip(parameters, parts, strict=True)}

@@ -1,12 +1,12 @@
 """Float buffers (BatchNorm statistics) made equal on all ranks under ``sync``.
 
 A buffer that any rank wrote is overwritten by the plain mean over the ranks that had
-samples. Which ones that are must be agreed: a flag per buffer travels with every
-message, so a buffer seen to change on any rank goes along from then on, and one that
-never changes (a mask) never travels. Statistics of SyncBatchNorm layers are equal as
-they are, to the bit, and never travel either. A second flag says that a rank has
-resized a buffer, or has it no more: each rank keeps its own from then on. So it does
-of counts, which travel in the first steps to be compared alone.
+samples. Every message has a flag per buffer, so that ranks agree on the written ones: a
+buffer written on any rank is sent from then on, and a buffer that never changes (a
+mask) is never sent. Statistics of SyncBatchNorm layers are bit-identical already and
+are never sent. A second flag marks a buffer that a rank has resized or removed; from
+then on each rank keeps its own. Counters also stay local: they are sent in the first
+steps only, for comparison.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from elche.torch_internals.held import version
 
 SNAPSHOT_ELEMENTS = 65_536
 COUNT_LOOKS = 10
-"""Steps in which counts travel: they come apart with the first unequal shares."""
+"""Number of first steps that compare counters, which differ once shares are unequal."""
 HANDING_OVER = "handing over buffers of a step that a lost rank left open"
 
 
 class BufferWatch:
-    """Tells which buffers of a model were written since the last mark.
+    """Detects which buffers of a model were written since the last mark.
 
     torch's batch norm writes its running statistics without raising their version, so
-    versions alone do not tell: buffers of tracking norm layers in training mode count
-    as written, and small buffers on the CPU are compared by value.
+    versions are not enough. Buffers of norm layers in training mode count as written,
+    and small buffers on the CPU are compared by value.
 
     Args:
-        model: the model; its present buffers are looked up at every call.
+        model: model whose current buffers are read at every call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,14 +47,14 @@ class BufferWatch:
         self.mark()
 
     def mark(self) -> None:
-        """Takes the present values as unwritten."""
+        """Marks the current values as unwritten."""
         self._marks = [
             (id(b), version(b), b.detach().clone() if _is_comparable(b) else None)
             for b in self._model.buffers()
         ]
 
     def written(self) -> list[int]:
-        """Indices (in ``model.buffers()``) of buffers written since the mark."""
+        """Returns indices in ``model.buffers()`` of buffers written since the mark."""
         norms = norm_buffers(self._model, is_training=True)
         marks = chain(self._marks, repeat((0, 0, None)))  # later ones are new
         return [
@@ -78,13 +78,13 @@ class BufferAverager:
         self._known = known
         self._travelling: set[int] = set()
         self._looks = COUNT_LOOKS
-        self._last: dict[int, torch.Tensor] = {}  # means, as they came
+        self._last: dict[int, torch.Tensor] = {}  # means by index, unmodified
         self._exchange: Exchange | None = None
         self._side = 0
 
     @staticmethod
     def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
-        """An averager; with all ranks. None where they share no float buffer."""
+        """Makes an averager, or None without common float buffers; collective."""
         known = KnownBuffers(model)
         known.agree(group)
         equal = _synchronised(model)
@@ -96,15 +96,15 @@ class BufferAverager:
 
     @torch.no_grad()
     def average(self, active_ranks: int, *, mine: bool) -> None:
-        """Averages what was written, with all ranks.
+        """Averages written buffers; a collective call.
 
         Args:
-            active_ranks: ranks that had samples.
-            mine: whether this rank is one of them; else it sends zeros.
+            active_ranks: number of ranks that had samples.
+            mine: True if this rank had samples; else it sends zeros.
         """
         self._last = {}
         if active_ranks == 0:
-            return  # the samples were of ranks that have died
+            return  # all samples were on ranks that have died
         buffers = self._known.present()
         equal = _synchronised(self._model)
         norms, self._looks = norm_buffers(self._model), max(0, self._looks - 1)
@@ -132,27 +132,27 @@ class BufferAverager:
                     present = ((index, buffers[index]) for index in new)
                     own = {i: b.reshape(-1).cpu() for i, b in present if b is not None}
                     self._known.name_means(own, self._last)
-            self._write(buffers, self._last)  # all of them or none: it may be redone
+            self._write(buffers, self._last)  # all or none: a reduction may be repeated
         except CommunicationError:
-            self._travelling = agreed  # other ranks may not have come so far
+            self._travelling = agreed  # other ranks may lack these
             raise
         self._watch.mark()
 
     @torch.no_grad()
     def go_on_in(self, group: Group, source: int | None, *, lacks: bool) -> None:
-        """Ranks have died: the others are the group from now on; with all of them.
+        """Continues in the group of the survivors; a collective call.
 
         Args:
-            group: of those who live.
-            source: place of one whose last average is of all; None: all have it.
-            lacks: this rank has not.
+            group: group of the survivors.
+            source: place of a rank with the last average; None: all have it.
+            lacks: True if this rank lacks that average.
         """
         if source is not None:
             self._hand_over(group, source, lacks=lacks)
         self._group, self._exchange = group, None
 
     def _hand_over(self, group: Group, source: int, *, lacks: bool) -> None:
-        """Gives the last average to whoever lacks it."""
+        """Copies the last average to ranks that lack it; a collective call."""
         held = json.dumps([sorted(self._last), sorted(self._known.own)])
         came, own = json.loads(gather_texts(group, held, HANDING_OVER)[source])
         sizes = [self._known.kinds[index].numel for index in came]
@@ -176,21 +176,21 @@ class BufferAverager:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Dtype of a message."""
+        """Dtype of the messages."""
         double = any(kind.dtype == torch.float64 for kind in self._known.kinds)
         return torch.float64 if double else torch.float32
 
     def _write(
         self, buffers: Sequence[torch.Tensor | None], indices: Iterable[int]
     ) -> None:
-        """The last means become the buffers; counts stay this rank's own."""
+        """Writes the last means to float buffers; counters stay this rank's own."""
         for index in filter(self._is_float, indices):
             buffer = buffers[index]
             assert buffer is not None
             buffer.copy_(self._last[index].view(buffer.shape))
 
     def _exchange_of(self, numel: int) -> Exchange:
-        """The exchange for messages of one size, made by all ranks when it changes.
+        """Returns the exchange for a message size; a collective call for a new size.
 
         It has two sides: the last means stay readable while the next are received.
         """
@@ -209,10 +209,10 @@ class BufferAverager:
         written: set[int],
         divisor: int,
     ) -> set[int]:
-        """One message: two flags per buffer, then the mean of ``indices``.
+        """Reduces one message: two flags per buffer, then the means of ``indices``.
 
         Returns:
-            What any rank has written.
+            Indices of buffers that any rank has written.
         """
         kinds, count = self._known.kinds, len(buffers)
         numel = sum(kinds[index].numel for index in indices)
@@ -237,7 +237,7 @@ class BufferAverager:
 
 
 def _synchronised(model: nn.Module) -> set[int]:
-    """Buffers that every rank computes alike."""
+    """IDs of the buffers that every rank computes identically."""
     return {
         id(buffer)
         for layer in sync_batchnorm_layers(model).values()
@@ -251,6 +251,6 @@ def _is_comparable(buffer: torch.Tensor) -> bool:
 
 
 def _same_bits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Equal, where NaN equals NaN: a mask with NaN has not been written."""
+    """True if values are equal; NaN equals NaN, so an unwritten mask may have NaN."""
     is_alike = (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
     return is_alike and torch.allclose(buffer, value, 0.0, 0.0, equal_nan=True)

@@ -1,11 +1,10 @@
-"""The buffers of a model that can be averaged: those that all ranks hold alike.
+"""The buffers of a model that can be averaged: those of one form on all ranks.
 
-A cache that grows with the longest sequence seen (rotary embeddings) is registered anew
-in the forward pass, on each rank when its batches ask for it. Ranks that sent what they
-have then would send messages of other lengths, which ends gloo's processes. So whenever
-messages are laid out, ranks agree on what all of them hold in one form
-(:meth:`KnownBuffers.agree`), and a rank that holds it otherwise later says so in the
-message. What is not held alike is each rank's own.
+A cache that grows with the longest sequence (rotary embeddings) is registered again in
+the forward pass, on each rank when its batches need it. Ranks would then send messages
+of different lengths, which crashes gloo's processes. So ranks agree on the buffers of
+one form when messages are laid out (:meth:`KnownBuffers.agree`). A rank whose buffer
+changes form later sets a flag in the message. Buffers of different forms stay local.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ AGREEING = "agreeing on buffers"
 
 _log = logging.getLogger(__name__)
 _named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Buffers of a model that were logged already: once is enough."""
+"""Names of buffers already logged, by model, to log each once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ class BufferKind:
     """Shape and dtype of a buffer when messages were laid out.
 
     Attributes:
-        shape: of it.
-        dtype: of it.
+        shape: shape of the buffer.
+        dtype: dtype of the buffer.
     """
 
     shape: torch.Size
@@ -44,17 +43,17 @@ class BufferKind:
 
     @property
     def numel(self) -> int:
-        """Real numbers in it; a complex one is two."""
+        """Number of real elements; a complex element counts as two."""
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
     @property
     def is_averaged(self) -> bool:
-        """True if it becomes a mean; else it counts."""
+        """True if the buffer is averaged; False for a counter."""
         kind = self.dtype
         return kind == torch.bool or kind.is_floating_point or kind.is_complex
 
     def is_like(self, other: BufferKind) -> bool:
-        """True if a message has the same room for both; their precision may differ."""
+        """True if both need the same space in a message; precision may differ."""
         mine, theirs = (
             (kind.shape, kind.dtype.is_complex, kind.is_averaged)
             for kind in (self, other)
@@ -64,18 +63,18 @@ class BufferKind:
 
 @final
 class KnownBuffers:
-    """A model's buffers by numbers that mean the same on all ranks.
+    """A model's buffers under numbers that all ranks agree on.
 
-    Until :meth:`agree` they are this rank's, in its own order. Buffers that the model
-    gets later have no number.
+    Until :meth:`agree`, the numbers are this rank's own. Buffers that the model gets
+    later have no number.
 
     Args:
-        model: the model; its present buffers are looked up at every call.
+        model: model whose current buffers are read at every call.
 
     Attributes:
-        kinds: of each buffer.
-        numbers: of buffers, by name.
-        own: numbers of those that are each rank's own by now.
+        kinds: shape and dtype of each buffer, by number.
+        numbers: buffer numbers by name.
+        own: numbers of buffers that have become local to each rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,10 +88,10 @@ class KnownBuffers:
         )
 
     def agree(self, group: Group) -> None:
-        """Keeps what all ranks hold alike, in rank 0's order; with all of them.
+        """Keeps the buffers of one form on all ranks, in rank 0's order; collective.
 
         Raises:
-            CommunicationError: a rank did not come in time.
+            CommunicationError: a rank did not arrive in time.
         """
         forms = {
             name: [list(kind.shape), str(kind.dtype).removeprefix("torch.")]
@@ -108,14 +107,14 @@ class KnownBuffers:
         self._name(name for kinds in ranks for name in kinds if name not in common)
 
     def keep_own(self, numbers: Iterable[int]) -> None:
-        """These are each rank's own from now on."""
+        """Marks buffers as local to each rank from now on."""
         new = set(numbers) - self.own
         self.own |= new
         names = list(self.numbers)
         self._name(names[number] for number in sorted(new))
 
     def common(self) -> list[tuple[int, BufferKind, torch.Tensor]]:
-        """Numbers, kinds and present values of those that this rank holds as all do."""
+        """Returns number, kind and current value of each buffer of the agreed form."""
         pairs = enumerate(zip(self.kinds, self.present(), strict=True))
         return [(i, kind, buffer) for i, (kind, buffer) in pairs if buffer is not None]
 
@@ -134,7 +133,7 @@ class KnownBuffers:
     def name_means(
         self, own: Mapping[int, torch.Tensor], means: Mapping[int, torch.Tensor]
     ) -> None:
-        """Warns once of buffers that ranks wrote differently, by their numbers."""
+        """Warns once if own values of buffers, by number, differ from the means."""
         told = _named.setdefault(self._model, set())
         norms, present = norm_buffers(self._model), self.present()
         found = "means" not in told and [
@@ -157,7 +156,7 @@ class KnownBuffers:
             )
 
     def present(self) -> list[torch.Tensor | None]:
-        """The buffers as they are now; None for one that is no more, or is resized."""
+        """Returns the current buffers; None for a removed or resized buffer."""
         buffers: list[torch.Tensor | None] = [None] * len(self.kinds)
         for name, buffer in self._model.named_buffers():
             number = self.numbers.get(name)
@@ -167,14 +166,14 @@ class KnownBuffers:
         return buffers
 
     def numbers_of(self, places: list[int]) -> set[int]:
-        """Numbers of buffers, given their places in ``model.buffers()``."""
+        """Returns the numbers of buffers by their places in ``model.buffers()``."""
         names = [name for name, _ in self._model.named_buffers()]
         found = (self.numbers.get(names[place]) for place in places)
         return {number for number in found if number is not None}
 
 
 def shared_tensors(model: nn.Module, group: Group) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, and the buffers that all ranks hold alike; with all of them."""
+    """Returns parameters and the buffers of one form on all ranks; collective."""
     known = KnownBuffers(model)
     known.agree(group)
     names = list(known.numbers)
@@ -183,7 +182,7 @@ def shared_tensors(model: nn.Module, group: Group) -> list[tuple[str, torch.Tens
 
 
 def norm_buffers(model: nn.Module, *, is_training: bool = False) -> set[int]:
-    """Ids of the buffers of norm layers, or only of those in training mode."""
+    """IDs of the buffers of norm layers, or only of those in training mode."""
     layers = [each for each in model.modules() if isinstance(each, NormBase)]
     used = [each for each in layers if each.training or not is_training]
     return {id(buffer) for layer in used for buffer in layer.buffers(recurse=False)}
@@ -197,7 +196,7 @@ def _read(text: str) -> dict[str, BufferKind]:
 
 
 def _common(ranks: Sequence[Mapping[str, BufferKind]]) -> dict[str, BufferKind]:
-    """Buffers that all ranks have alike, each in a precision that is enough for all."""
+    """Returns buffers of one form on all ranks, in the widest dtype of any rank."""
     common = {}
     for name, kind in ranks[0].items():
         if not all(name in each and each[name].is_like(kind) for each in ranks):

@@ -1,20 +1,19 @@
-"""Buffers at the end of a window: one small message for all that changed.
+"""Reduction of changed buffers at the end of a window, in one small message.
 
 Float buffers (BatchNorm statistics) are overwritten by their plain mean over the ranks
-that trained, never through a drift or an outer step; flags become what most of these
-have, and are raised in a tie. Counters (``num_batches_tracked``) become the common
-value plus the sum of all ranks' increments. All of it travels in float64, which holds
-counters up to 2⁵³ and rounds a mean once. After a window in which no rank's
-contribution counts (all were discarded, say: then their statistics may be NaN)
-float buffers become again what they were after the last one.
+that trained, without drift or outer step. Bool buffers take the majority of these
+ranks; a tie is True. Counters (``num_batches_tracked``) become the common value plus
+the sum of all ranks' increments. Messages are float64, which holds counters up to 2⁵³
+and rounds a mean once. If no rank's contribution counts (e.g. all were discarded, and
+statistics may be NaN), float buffers return to their values after the last window.
 
-What is sent is taken at the window's end. Increments that come later stay, and count
-in the next window; a float buffer that is written meanwhile is overwritten all the
-same. Buffers that have travelled before can be sent before it is known which changed
-this time (:meth:`WindowBuffers.begin_known`).
+Values are captured at the window's end. Later increments are kept for the next window;
+float buffers written meanwhile are overwritten anyway. Buffers that have been sent
+before can be sent before it is known which ones changed
+(:meth:`WindowBuffers.begin_known`).
 
-Behind a buffer's values travels a flag: a rank has resized it, or has it no more (a
-cache that grows with the longest sequence). Each rank keeps its own from then on.
+A flag after a buffer's values marks that a rank has resized or removed it (e.g. a cache
+that grows with the longest sequence). From then on each rank keeps its own.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WHAT = "averaging buffers"
 
 @dataclass(slots=True)
 class _Sent:
-    """Some buffers' values on their way: in one message, one after another."""
+    """A message in flight with the concatenated values of some buffers."""
 
     indices: list[int]
     message: torch.Tensor
@@ -45,11 +44,11 @@ class _Sent:
 
 
 class WindowBuffers:
-    """Averages one model's buffers, a window at a time.
+    """Averages one model's buffers window by window.
 
     Args:
-        model: the model; its present buffers are looked up at every call.
-        group: the process group.
+        model: model whose current buffers are read at every call.
+        group: process group of all ranks.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -68,23 +67,23 @@ class WindowBuffers:
         self.rebase()
 
     def agree(self) -> None:
-        """Finds what all ranks hold alike, with all of them, before anything is sent.
+        """Agrees on the buffers of one form on all ranks; call it before sending.
 
         Raises:
-            CommunicationError: a rank did not come in time.
+            CommunicationError: a rank did not arrive in time.
         """
         self._known.agree(self._group)
         self.rebase()
 
     def connect(self, group: Group) -> None:
-        """Sends through another group from now on, whose ranks may know nothing."""
+        """Switches to another group, whose ranks may know nothing of sent buffers."""
         self._group = group
         self._sent, self._sent_early = [], []
         self._ever.clear()
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Takes the present values as common, and as unwritten."""
+        """Takes the current values as common and marks them as unwritten."""
         self._watch.mark()
         self._waiting.clear()
         self._taken = None
@@ -94,7 +93,7 @@ class WindowBuffers:
             for index, kind, buffer in present
             if not kind.is_averaged
         }
-        # A large one that never changes (a mask) is not worth a copy.
+        # Large buffers that never change (e.g. a mask) are not worth a copy.
         self._common_floats = {
             index: _exact(buffer)
             for index, kind, buffer in present
@@ -105,25 +104,25 @@ class WindowBuffers:
         return self._known.numbers_of(self._watch.written()) - self._known.own
 
     def changed(self) -> tuple[int, ...]:
-        """Indices of buffers written since they last travelled.
+        """Returns indices of buffers written since they were last sent.
 
-        After :meth:`take` those written until then.
+        After :meth:`take`, only those written before it.
         """
         if self._taken is None:
             return tuple(sorted(self._waiting.union(self._written())))
         return tuple(sorted(self._waiting))
 
     def common_counts(self) -> dict[int, torch.Tensor]:
-        """Counters without what this rank has counted since, by the buffers' ids."""
+        """Returns counters without this rank's later increments, by buffer ID."""
         present = self._known.common()
         return {id(b): self._common[i] for i, _, b in present if i in self._common}
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copies what :meth:`begin` may have to send.
+        """Copies all buffers that :meth:`begin` may have to send.
 
-        These are counters, buffers that changed, and those that ever travelled. A
-        large buffer that only other ranks changed is read later, the first time.
+        These are counters, changed buffers, and buffers sent before. A buffer that
+        only other ranks changed is read at sending, the first time.
         """
         self._waiting.update(self._written())
         self._watch.mark()
@@ -135,10 +134,10 @@ class WindowBuffers:
 
     @torch.no_grad()
     def begin_known(self, *, is_active: bool) -> None:
-        """Begins the reduction of all that ever travelled, after :meth:`take`.
+        """Begins the reduction of all buffers sent before; call after :meth:`take`.
 
         Args:
-            is_active: this rank has trained in the window.
+            is_active: True if this rank has trained in the window.
         """
         self._sent_early = sorted(self._ever - self._known.own)
         self._send(self._sent_early, is_active=is_active)
@@ -168,7 +167,7 @@ class WindowBuffers:
 
     @property
     def is_summed(self) -> bool:
-        """True if all that was sent has been summed."""
+        """True if all sent messages have been summed."""
         return all(succeeded(sent.work) for sent in self._sent)
 
     @torch.no_grad()
@@ -178,10 +177,10 @@ class WindowBuffers:
         """Copies the sums to the ranks that lack them; collective, in a new group.
 
         Args:
-            group: the new group.
-            source: place in it of a rank that has applied them.
-            plan: names the buffers.
-            lacks: this rank has not; :meth:`apply` is next.
+            group: group of the survivors.
+            source: place in it of a rank that has applied the sums.
+            plan: plan that lists the buffers.
+            lacks: True if this rank lacks the sums; it calls :meth:`apply` next.
         """
         indices = list(plan.buffers)
         if lacks:
@@ -202,7 +201,7 @@ class WindowBuffers:
             self._sent = [message]
 
     def join_own(self) -> None:
-        """Keeps as a rank's own what any rank of a new group keeps so."""
+        """Marks buffers as local that are local on any rank; a collective call."""
         flags = torch.zeros(len(self._known.kinds), dtype=torch.int64, device="cpu")
         if len(flags):
             flags[sorted(self._known.own)] = 1
@@ -214,10 +213,10 @@ class WindowBuffers:
         return all(sent.work.is_completed() for sent in self._sent)
 
     def wait(self) -> None:
-        """Waits for all ranks.
+        """Waits for the sums of all ranks.
 
         Raises:
-            CommunicationError: it failed.
+            CommunicationError: the reduction failed.
         """
         for sent in self._sent:
             if sent.work is not None:
@@ -225,10 +224,10 @@ class WindowBuffers:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """After :meth:`wait`: writes means and sums of what the plan names.
+        """Writes means and sums of the plan's buffers; call after :meth:`wait`.
 
-        Where no rank has trained usably, the last common floats are written again. Only
-        a large buffer that has never travelled stays as it is then.
+        If no rank's training counts, the last common float values are written again,
+        except for large buffers that have never been sent.
         """
         plan = self._plan
         assert self._taken is not None
@@ -251,17 +250,17 @@ class WindowBuffers:
         self._waiting -= self._known.own
         self._watch.mark()
         self._taken = self._plan = None
-        # Without the works: they would keep a group's connections open.
+        # Drop the work handles, which would keep a group's connections open.
         for sent in self._sent:
             sent.work = None
         self._applied, self._sent, self._sent_early = self._sent, [], []
 
     def _size(self, index: int) -> int:
-        """Numbers in a message: the buffer's, and a flag."""
+        """Number of elements in a message: the buffer's elements and a flag."""
         return self._known.kinds[index].numel + 1
 
     def _message(self, indices: list[int]) -> _Sent:
-        """Zeros in the place of these buffers."""
+        """Makes a message of zeros for these buffers."""
         numel = sum(map(self._size, indices))
         zeros = torch.zeros(numel, dtype=torch.float64, device="cpu")
         return _Sent(indices, zeros)
@@ -271,9 +270,9 @@ class WindowBuffers:
         yield from zip(sent.indices, parts, strict=True)
 
     def _write(self, index: int, total: torch.Tensor, active_ranks: int) -> bool:
-        """Writes what all ranks hold now; False where no rank knows that."""
+        """Writes a buffer's common value; False if there is none."""
         buffer = self._known.present()[index]
-        if buffer is None:  # resized since it was sent: the next message says so
+        if buffer is None:  # resized since sending: the next message flags it
             return True
         if index in self._common:
             self._count(index, buffer, total)
@@ -304,7 +303,7 @@ class WindowBuffers:
     def _count(
         self, index: int, buffer: torch.Tensor, increments: torch.Tensor
     ) -> None:
-        """The common count, and on top of it what came after the last :meth:`take`."""
+        """Sets a counter to the common count plus increments since :meth:`take`."""
         assert self._taken is not None
         total = increments.round().to(torch.int64).view(buffer.shape)
         self._common[index] = self._common[index] + total
@@ -313,7 +312,7 @@ class WindowBuffers:
 
 
 def _exact(buffer: torch.Tensor) -> torch.Tensor:
-    """A flat copy in float64, complex numbers as pairs."""
+    """Flat float64 copy on the CPU, with complex numbers as pairs."""
     values = buffer.detach()
     if values.is_complex():
         values = torch.view_as_real(values)

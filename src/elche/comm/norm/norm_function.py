@@ -17,13 +17,13 @@ class UnionStatistics:
     """Mean and variance of the union batch.
 
     Attributes:
-        mean: per channel, in the precision of the arithmetic.
-        var: per channel, biased.
-        count: elements per channel.
-        own: how this rank's gradients weigh.
-        scope: of the layer.
-        eps: of the layer.
-        name: of the layer.
+        mean: mean per channel, in the precision of the arithmetic.
+        var: biased variance per channel.
+        count: number of elements per channel.
+        own: weight of this rank's gradients.
+        scope: scope of the layer.
+        eps: epsilon of the layer.
+        name: name of the layer.
     """
 
     mean: torch.Tensor
@@ -36,7 +36,7 @@ class UnionStatistics:
 
 
 class Normalise(torch.autograd.Function):
-    """The element-wise part, and the reduction that its backward needs."""
+    """Element-wise normalisation, whose backward reduces over the ranks."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Gradients of this rank's own loss, as the union batch makes them."""
+        """Returns gradients of this rank's loss, coupled through the union batch."""
         input, weight, mean, inv_std = ctx.saved_tensors
         statistics: UnionStatistics = ctx.statistics
         shape, dims = _per_channel(input), [d for d in range(input.dim()) if d != 1]
@@ -96,7 +96,7 @@ class Normalise(torch.autograd.Function):
 
 
 def _summed(statistics: UnionStatistics, sums: torch.Tensor) -> torch.Tensor:
-    """The sums over all ranks, in the scale of this rank's own loss."""
+    """Sums over all ranks, scaled to this rank's own loss."""
     own = statistics.own
     message = torch.zeros(sums.numel(), dtype=torch.float64, device="cpu")
     if own:

@@ -19,15 +19,16 @@ from elche.errors import CommunicationError, ConfigError
 class NormScope:
     """State that the SyncBatchNorm layers of one model share.
 
-    A copy of a layer shares it (`copy.deepcopy`); a pickled one is in no group.
+    A layer's deep copy shares its scope; a pickled layer has no group.
 
     Args:
-        group: the ranks that normalise together; None for no group.
+        group: group of the ranks that normalise together; None: this rank alone.
 
     Attributes:
-        divided_by: the call inside which each rank has batches of its own, if any.
-        group: a group of one where none was given.
-        loss_weight: weight of this rank's losses, as set by :meth:`weigh`.
+        divided_by: name of the current call in which ranks have separate batches; ""
+            outside of such calls.
+        group: group of the ranks that normalise together.
+        loss_weight: weight of this rank's losses, set by :meth:`weigh`.
     """
 
     divided_by: ClassVar[str] = ""
@@ -47,7 +48,7 @@ class NormScope:
     @classmethod
     @contextlib.contextmanager
     def dividing(cls, call: str) -> Iterator[None]:
-        """Makes layers refuse to synchronise inside, where ranks have other batches."""
+        """Makes layers refuse to synchronise within a call with separate batches."""
         cls.divided_by = call
         try:
             yield
@@ -55,14 +56,14 @@ class NormScope:
             cls.divided_by = ""
 
     def weigh(self, loss_weight: float | None) -> None:
-        """Sets the loss weight of this rank's next batches, relative to other ranks'.
+        """Sets the loss weight of this rank's next batches, relative to other ranks.
 
         Args:
-            loss_weight: the factor of this rank's loss in the sum that is minimised,
-                up to a factor common to all ranks: n_r / N where each loss is the mean
-                over n_r of N samples, 1 on every rank where each is a sum. 0: the batch
-                counts nowhere, in no statistic either. None (on all ranks or on none):
-                in proportion to the elements that each layer sees.
+            loss_weight: factor of this rank's loss in the minimised sum, up to a factor
+                common to all ranks: n_r / N if each loss is the mean over n_r of N
+                samples, 1 on every rank if each loss is a sum. 0: the batch is ignored,
+                also in the statistics. None (on all ranks or on none): the number of
+                elements that each layer sees.
 
         Raises:
             ConfigError: the weight is negative or not finite.
@@ -76,7 +77,7 @@ class NormScope:
         self.loss_weight = loss_weight
 
     def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum of ``values`` over all ranks.
+        """Returns the sum of ``values`` over all ranks; a collective call.
 
         Raises:
             CommunicationError: a rank did not arrive in time.
@@ -95,9 +96,9 @@ class NormScope:
         return exchange.finish(what).to("cpu", copy=True)
 
     def _open(self, numel: int) -> Exchange:
-        """Two sides, so that a rank that is ahead never writes what others read.
+        """Opens an exchange with two sides, so that fast ranks do not overwrite sums.
 
-        On the host, unless the group (NCCL's, say) names a device for small messages.
+        It is on the host, unless the group (e.g. NCCL) has a device for small messages.
         """
         group = self.group
         device = getattr(group, "control_device", torch.device("cpu"))

@@ -1,22 +1,22 @@
 """BatchNorm over the union batch of all ranks, weighted by samples, on any transport.
 
-Forward: every rank sends its count, mean and sum of squared deviations per channel, and
-combines what all sent in the order of ranks (Chan, Golub and LeVeque, 1979: stable
-where a sum of squares cancels), in double precision on the host: all ranks get the same
-bits.
-Backward: the two sums that couple the samples of a batch are reduced, each rank's share
-of them weighted as its loss weighs in the mean over the union batch. torch's own layer
+Forward: every rank sends count, mean and sum of squared deviations per channel. It
+combines those of all ranks in rank order, in double precision on the host, so all ranks
+get the same bits (Chan, Golub and LeVeque, 1979: stable where a sum of squares
+cancels).
+
+Backward: the two sums that couple the samples of a batch are reduced, weighted by each
+rank's loss weight in the mean over the union batch. torch's own layer
 (``torch.nn.SyncBatchNorm``) has no CPU path, sums gradients as if all shares were equal
 and updates its statistics twice under activation checkpointing.
 
-A layer belongs to a :class:`NormScope`, which holds the group, and what the batch in
-hand weighs. All layers of one model share one. A layer of no group, or of a group of
-one, is plain BatchNorm.
+A layer belongs to a :class:`NormScope`, which holds the group and the current batch's
+weight. All layers of one model share one scope. A layer without a group, or in a group
+of one rank, is plain BatchNorm.
 
-What is promised about ranks without samples: a batch that is empty (``x[:0]``) and one
-of weight 0 take part, add nothing, and delay no rank, forward or backward. A
-rank that does not call the layer at all cannot take part: the others wait for it until
-the group's deadline, and the error names the layer.
+Ranks without samples: an empty batch (``x[:0]``) and a batch of weight 0 take part, add
+nothing, and delay no rank, forward or backward. If a rank does not call the layer at
+all, the others wait until the group's deadline, and the error names the layer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from elche.torch_internals.passes import graph_task_id
 Layers = TypeVar("Layers", bound=nn.Module)
 
 HEAD = 2
-"""Numbers before a rank's mean in its part of a message: count, and which layer."""
+"""Numbers before a rank's mean in its part of a message: count and layer digest."""
 
 
 @final
@@ -49,24 +49,24 @@ class SyncBatchNorm(BatchNormBase):
 
     In training mode the statistics are those of the union batch; input is at least
     two-dimensional, channels in dimension 1. In evaluation mode, and on one rank, it is
-    torch's BatchNorm. Every rank calls the layer equally often and in the same order.
+    torch's BatchNorm. Every rank must call the layers equally often in the same order.
     A forward pass inside a backward pass is a recomputation (activation checkpointing):
-    it normalises alike and leaves the running statistics alone. Gradients of gradients
+    it normalises identically and keeps the running statistics. Gradients of gradients
     are not supported.
 
     Args:
-        num_features: channels.
-        eps: added to the variance.
-        momentum: of the running statistics; None for their plain mean.
-        affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
-        scope: who normalises together; see :func:`bind_sync_batchnorm`.
+        num_features: number of channels.
+        eps: value added to the variance.
+        momentum: momentum of the running statistics; None for a cumulative mean.
+        affine: True for learnable weight and bias.
+        track_running_stats: True to keep running statistics.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
+        scope: scope with the group to use; see :func:`bind_sync_batchnorm`.
 
     Attributes:
         scope: ranks that normalise together, and the weight of the current batch.
-        has_own_scope: it was made for a group of its own, which nothing replaces.
+        has_own_scope: True if the layer was made for a fixed group of its own.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SyncBatchNorm(BatchNormBase):
     def converted(
         cls, layer: BatchNormBase, scope: NormScope, name: str
     ) -> SyncBatchNorm:
-        """A layer with everything of a BatchNorm layer: tensors, hooks, modes."""
+        """Makes a layer that has a BatchNorm layer's tensors, hooks and modes."""
         made = cls.__new__(cls)
         made.__dict__.update(layer.__dict__)
         made._attach(scope, name, is_own=scope.group.world_size > 1)
@@ -121,12 +121,12 @@ class SyncBatchNorm(BatchNormBase):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalises; the same shape and dtype as ``input``.
+        """Normalises the input; returns the same shape and dtype.
 
         Raises:
-            ConfigError: the input has fewer than two dimensions, or the union batch
-                one value per channel only, or this is the inside of `elche.evaluate`.
-            CommunicationError: not all ranks came in time.
+            ConfigError: the input has fewer than two dimensions, or the union batch has
+                only one value per channel, or the call is inside `elche.evaluate`.
+            CommunicationError: a rank did not arrive in time.
             ProtocolError: ranks are in different layers.
         """
         if not self.training:
@@ -135,7 +135,7 @@ class SyncBatchNorm(BatchNormBase):
 
     @disable_dynamo  # torch.compiler.disable would import all of dynamo here
     def _normalised(self, input: torch.Tensor) -> torch.Tensor:
-        """In training mode; a compiled graph ends before other ranks are met."""
+        """Normalises in training mode, outside of compiled graphs."""
         is_again = graph_task_id() != -1
         if not self.spans_ranks:
             return self._normalised_again(input) if is_again else super().forward(input)
@@ -153,7 +153,10 @@ class SyncBatchNorm(BatchNormBase):
         return apply(input, self.weight, self.bias, statistics)
 
     def _normalised_again(self, input: torch.Tensor) -> torch.Tensor:
-        """Alone, on copies of the running statistics: autograd counts what it saves."""
+        """Recomputes on one rank, on copies of the running statistics.
+
+        Writing to the originals would raise their versions, which autograd checks.
+        """
         mean, var = (
             None if statistic is None else statistic.clone()
             for statistic in (self.running_mean, self.running_var)
@@ -164,7 +167,7 @@ class SyncBatchNorm(BatchNormBase):
 
     @torch.no_grad()
     def _union(self, input: torch.Tensor) -> UnionStatistics:
-        """Statistics of the union batch, the same on every rank."""
+        """Computes the statistics of the union batch; a collective call."""
         scope, channels = self.scope, input.shape[1]
         weighs = scope.loss_weight != 0.0
         count = float(input.numel() // channels) if channels and weighs else 0.0
@@ -228,7 +231,7 @@ class SyncBatchNorm(BatchNormBase):
 
 
 def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean, biased variance and count of all parts together."""
+    """Combines all parts to mean, biased variance and count."""
     channels = (parts.shape[1] - HEAD) // 2
     counts = parts[:, :1]
     means, squares = parts[:, HEAD : HEAD + channels], parts[:, HEAD + channels :]
@@ -241,18 +244,17 @@ def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
 def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers:
     """Makes every BatchNorm layer of ``module`` a :class:`SyncBatchNorm`, in place.
 
-    As torch's converter: parameters, buffers, modes, hooks and names stay; a module
-    that is itself a BatchNorm layer is returned as a new layer. A layer that is used at
-    two places stays one.
+    As in torch's converter, parameters, buffers, modes, hooks and names stay. A layer
+    used in two places stays shared.
 
     Args:
-        module: the model, or a part of it.
-        group: who normalises together. None: the ranks of the run, once `elche.setup`,
-            `elche.Replica` or `elche.DistributedDataParallel` has taken the model;
-            until then, and on one device, the layers are plain BatchNorm.
+        module: model, or a part of it.
+        group: group of the ranks that normalise together. None: the ranks of the run,
+            once `elche.setup`, `elche.Replica` or `elche.DistributedDataParallel` has
+            the model; until then, and on one device, the layers are plain BatchNorm.
 
     Returns:
-        The module; another one only if it is itself a BatchNorm layer.
+        The same module, or a new layer if the module itself is a BatchNorm layer.
 
     Raises:
         ConfigError: a lazy layer has not seen its first batch.
@@ -281,7 +283,7 @@ def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers
 
 
 def sync_batchnorm_layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
-    """The model's SyncBatchNorm layers by name, each once."""
+    """Returns the model's SyncBatchNorm layers by name, each once."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -290,18 +292,18 @@ def sync_batchnorm_layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
 
 
 def bind_sync_batchnorm(model: nn.Module, group: Group | None) -> NormScope | None:
-    """Gives the model's SyncBatchNorm layers a group, and one scope together.
+    """Gives the model's SyncBatchNorm layers a group and one common scope.
 
-    Layers that were converted for a group of their own keep it.
+    Layers that were converted for their own group keep it.
 
     Args:
-        model: the model.
-        group: who normalises together; its collectives are ordered for themselves, so
-            no reduction that runs beside the backward pass may use it over gloo. None:
-            nobody, as at the end of a run.
+        model: model with the layers.
+        group: group of the ranks that normalise together. Reductions concurrent with
+            the backward pass must not use the same gloo group, whose collectives have
+            one order. None: no group, as at the end of a run.
 
     Returns:
-        The scope, None if there are no such layers.
+        The scope, or None if there are no such layers.
     """
     layers = {
         name: layer

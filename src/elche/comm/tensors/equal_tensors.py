@@ -1,8 +1,8 @@
-"""Tensors made equal on all ranks, sending only those that differ.
+"""Makes tensors equal on all ranks, sending only those that differ.
 
-Most runs build the same model from the same seed or file on every rank. Behind a slow
-link the copy of what everybody has already would be the longest part of the start (10 M
-parameters behind 10 Mbit/s: 32 s), so digests are compared first.
+Most runs build the same model from the same seed or file on every rank. Over a slow
+link, copying equal tensors would dominate the start (10 M parameters at 10 Mbit/s:
+32 s), so digests are compared first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DIGEST_BYTES = 32
 
 
 def digest_of(name: str, tensor: torch.Tensor) -> bytes:
-    """BLAKE2b of a name, a shape, a dtype and every byte of the values.
+    """Returns the BLAKE2b digest of a tensor's name, shape, dtype and values.
 
-    Waits for the tensor's device.
+    Synchronizes the tensor's device.
     """
     digest = hashlib.blake2b(_form_of(name, tensor), digest_size=DIGEST_BYTES)
     host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
@@ -33,14 +33,14 @@ def _form_of(name: str, tensor: torch.Tensor) -> bytes:
 
 
 def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
-    """Indices of the tensors that are not equal to the bit on all ranks.
+    """Returns indices of tensors that are not bit-identical on all ranks; collective.
 
-    One that has another shape somewhere (a cache that grows) is not among them: it is
-    each rank's own.
+    A tensor whose shape differs between ranks (e.g. a growing cache) is not included:
+    it is local to each rank.
 
     Args:
-        group: the process group; all ranks call this.
-        named: names and tensors, as many on every rank.
+        group: process group of all ranks.
+        named: names and tensors, the same number on every rank.
     """
     if group.world_size == 1 or not named:
         return []
@@ -59,16 +59,16 @@ def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[i
 def make_equal(
     group: Group, named: Sequence[tuple[str, torch.Tensor]], what: str
 ) -> None:
-    """Gives every rank rank 0's values; what is equal on all does not travel.
+    """Broadcasts rank 0's values of tensors that differ between ranks; collective.
 
     Args:
-        group: the process group; all ranks call this.
+        group: process group of all ranks.
         named: names and tensors, in the same order and of the same shapes and dtypes on
             every rank.
-        what: what this is, for errors.
+        what: description of the call for errors.
 
     Raises:
-        CommunicationError: it failed, or a rank did not come in time.
+        CommunicationError: the broadcast failed, or a rank timed out.
     """
     for index in differing(group, named):
         tensor = named[index][1].detach()
@@ -81,7 +81,7 @@ def make_equal(
 def broadcast_bits(
     group: Group, tensors: Sequence[torch.Tensor], what: str, source: int = 0
 ) -> None:
-    """Copies one rank's tensors to all ranks bit for bit, in one message."""
+    """Broadcasts one rank's tensors bit for bit in one message; a collective call."""
     if not tensors:
         return
     parts = [each.detach().to("cpu").contiguous().view(-1) for each in tensors]
@@ -91,7 +91,7 @@ def broadcast_bits(
         return
     sizes = [each.nbytes for each in tensors]
     for tensor, raw in zip(tensors, message.split(sizes), strict=True):
-        # Autograd would refuse a change of what a pass under way has saved.
+        # Via .data: autograd refuses changes to tensors saved by a pass in progress.
         tensor.data.copy_(raw.clone().view(tensor.dtype).view(tensor.shape))
 
 
@@ -99,9 +99,9 @@ def broadcast_bits(
 def average(
     group: Group, tensors: Sequence[torch.Tensor], what: str, *, counts: bool = True
 ) -> None:
-    """Makes tensors their mean over the ranks that count, with all ranks.
+    """Replaces tensors by their mean over the ranks with ``counts``; collective.
 
-    In one message of float64; integers are rounded.
+    Uses one float64 message; means of integers are rounded.
     """
     if not tensors:
         return

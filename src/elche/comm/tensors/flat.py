@@ -1,14 +1,14 @@
-"""Tensors as flat host memory, moved in parts that stay in a core's cache.
+"""Tensors as flat host memory, processed in segments that fit a core's cache.
 
-What averaging costs is passes over memory: a model is larger than a core's cache, and
-an operation on a small tensor costs more to start than to run. :class:`FlatLayout`
-therefore lays tensors out one after another and cuts them into segments of about a
-megabyte; what is to be done with a segment is done before the next one's turn. Where
-segments begin depends on shapes and memory formats alone, so all ranks round alike.
+Averaging is bound by passes over memory: a model is larger than a core's cache, and
+operations on small tensors are dominated by launch overhead. :class:`FlatLayout`
+therefore concatenates tensors and cuts them into segments of about a megabyte; all
+operations on a segment run before the next segment. Segment boundaries depend only on
+shapes and memory formats, so rounding is the same on all ranks.
 
-Tensors of one CUDA device pass through one flat tensor there and pinned memory here: a
-few large copies on a stream of their own. All arithmetic is the host's, so CPU and CUDA
-ranks meet with the same bits.
+Tensors of one CUDA device pass through a flat tensor there and pinned host memory, in a
+few large copies on a separate stream. All arithmetic runs on the host, so CPU and CUDA
+ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SEGMENT_ELEMENTS = 262_144
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive whole tensors, or a part of one that is large.
+    """Consecutive whole tensors, or a part of one large tensor.
 
     Attributes:
-        start: its first element in flat memory.
-        stop: the element after its last.
-        first: its first tensor.
-        last: the tensor after its last.
-        offset: where it begins in a tensor that it is a part of; None for whole ones.
+        start: index of the first element in flat memory.
+        stop: index after the last element.
+        first: index of the first tensor.
+        last: index after the last tensor.
+        offset: start within the tensor that the segment is part of; None if whole.
     """
 
     start: int
@@ -43,7 +43,7 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return self.stop - self.start
 
 
@@ -52,9 +52,9 @@ class FlatImage:
     """Flat memory of a layout.
 
     Attributes:
-        flat: all of it.
-        parts: the memory of each segment, flat.
-        views: of each segment, a view per tensor, shaped like it.
+        flat: the whole memory.
+        parts: flat memory of each segment.
+        views: per segment, a view per tensor, shaped like it.
     """
 
     flat: torch.Tensor
@@ -63,14 +63,14 @@ class FlatImage:
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is summed in float32."""
+    """Returns the dtype for sums: float32 for half precision, else unchanged."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def cut(tensors: Sequence[torch.Tensor], limit: int) -> list[Segment]:
-    """Segments of at most ``limit`` elements, or of one tensor.
+    """Cuts tensors into segments of at most ``limit`` elements, or of one tensor.
 
-    A tensor that is larger is cut itself if it is contiguous.
+    A larger tensor is cut itself if it is contiguous.
     """
     segments: list[Segment] = []
     at = first = start = 0
@@ -94,10 +94,10 @@ class FlatLayout:
     """Offsets of tensors in flat memory.
 
     Args:
-        tensors: the tensors; others of the same shapes may take their places later
-            (``tensors`` is assigned).
-        dtype: of the flat memory.
-        limit: elements of a segment.
+        tensors: tensors to lay out; assign ``tensors`` to replace them later by others
+            of the same shapes.
+        dtype: dtype of the flat memory.
+        limit: maximum number of elements per segment.
     """
 
     def __init__(
@@ -115,43 +115,43 @@ class FlatLayout:
 
     @property
     def is_staged(self) -> bool:
-        """True if the tensors are copied as a whole, from and to a CUDA device."""
+        """True if the tensors are copied as a whole from and to a CUDA device."""
         return self._stage is not None
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if these tensors lie like those that the layout was made for."""
+        """True if shapes, dtypes, devices and contiguity match the layout's tensors."""
         return self._key == _key(tensors)
 
     def changed(self) -> torch.Tensor | None:
-        """The first tensor that lies otherwise than the layout was made for."""
+        """Returns the first tensor that no longer fits the layout, or None."""
         found = zip(self._key, _key(self.tensors), self.tensors, strict=True)
         return next((tensor for old, new, tensor in found if old != new), None)
 
     def over(self, flat: torch.Tensor) -> FlatImage:
-        """The segments of existing memory of ``numel`` elements."""
+        """Returns an image over existing memory of ``numel`` elements."""
         parts = [flat[segment.start : segment.stop] for segment in self.segments]
         return FlatImage(flat, parts, self._shaped(parts))
 
     def image(self) -> FlatImage:
-        """New memory for all segments; pinned if the tensors are on a CUDA device."""
+        """Allocates memory for all segments; pinned if the tensors are on CUDA."""
         if self._stage is not None:
             return self.over(self._stage.host_memory())
         return self.over(torch.empty(self.numel, dtype=self.dtype, device="cpu"))
 
     def scratch(self) -> FlatImage:
-        """Memory that all segments share, one after the other."""
+        """Allocates memory of the longest segment, which all segments share in turn."""
         longest = max((segment.numel for segment in self.segments), default=0)
         flat = torch.empty(longest, dtype=self.dtype, device="cpu")
         parts = [flat[: segment.numel] for segment in self.segments]
         return FlatImage(flat, parts, self._shaped(parts))
 
     def fetch(self, image: FlatImage) -> None:
-        """Begins to copy staged tensors into an image; see :meth:`settle`."""
+        """Starts copying staged tensors into an image; see :meth:`settle`."""
         if self._stage is not None:
             self._stage.fetch(self.tensors, image.flat)
 
     def settle(self) -> None:
-        """Waits for the copy that :meth:`fetch` began."""
+        """Waits for the copy started by :meth:`fetch`."""
         if self._stage is not None:
             self._stage.settle()
 
@@ -161,7 +161,7 @@ class FlatLayout:
             foreach_copy_(image.views[index], self._members(index))
 
     def subtract(self, index: int, base: FlatImage, image: FlatImage) -> None:
-        """Writes ``base`` less the tensors into an image; staged ones are in it."""
+        """Writes ``base`` minus the tensors to an image that has the staged tensors."""
         members = self._members(index)
         part = image.parts[index]
         if self._stage is None and len(members) == 1 and members[0].is_contiguous():
@@ -173,12 +173,12 @@ class FlatLayout:
         torch.sub(base.parts[index], part, out=part)
 
     def write(self, index: int, image: FlatImage) -> None:
-        """Copies a segment into its tensors; staged ones wait for :meth:`flush`."""
+        """Copies a segment into its tensors; if staged, :meth:`flush` does it."""
         if self._stage is None:
             foreach_copy_(self._members(index), image.views[index])
 
     def add(self, index: int, image: FlatImage) -> None:
-        """Adds a segment to its tensors; staged ones wait for :meth:`flush_sum`."""
+        """Adds a segment to its tensors; if staged, :meth:`flush_sum` does it."""
         if self._stage is not None:
             return
         members = self._members(index)
@@ -215,10 +215,10 @@ class FlatLayout:
 
 
 class CudaStage:
-    """One flat tensor on a CUDA device, between tensors there and pinned memory here.
+    """A flat CUDA tensor that stages copies between tensors and pinned host memory.
 
-    Copies between device and host run on a stream of their own, in order; the user's
-    stream waits for it, and it for the user's, on the device alone.
+    Copies between device and host run in order on a separate stream, which is
+    synchronized with the user's stream on the device, without blocking the host.
     """
 
     def __init__(
@@ -235,20 +235,20 @@ class CudaStage:
     def for_tensors(
         tensors: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> CudaStage | None:
-        """A stage, or None if the tensors are not all on one CUDA device."""
+        """Makes a stage; None if the tensors are not all on one CUDA device."""
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             return None
         return CudaStage(tensors, dtype, devices.pop())
 
     def host_memory(self) -> torch.Tensor:
-        """New pinned memory of the same size."""
+        """Allocates pinned memory of the same size."""
         return torch.empty(
             self._flat.numel(), dtype=self._flat.dtype, pin_memory=True, device="cpu"
         )
 
     def fetch(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
-        """Begins to copy the tensors' present values into pinned memory."""
+        """Starts copying the tensors' current values into pinned memory."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         foreach_copy_(self._views, list(tensors))
@@ -258,7 +258,7 @@ class CudaStage:
             self._fetched.record(self._stream)
 
     def settle(self) -> None:
-        """Waits until the copy that was begun, and all before it, has ended."""
+        """Waits for the last copy and all copies before it."""
         self._fetched.synchronize()
 
     def put(self, host: torch.Tensor) -> list[torch.Tensor]:
@@ -272,7 +272,7 @@ class CudaStage:
 
 
 def shaped(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive parts of ``flat``, shaped like the given tensors."""
+    """Splits ``flat`` into consecutive views shaped like the given tensors."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Memory of freed CPU tensors, kept by the process for those that come next.
+"""Keeps the memory of freed CPU tensors in the process for reuse.
 
 glibc returns large freed blocks to the system and maps them again, page by page and
 zeroed, a moment later. So a step that frees its activations pays for page faults, whose
@@ -16,19 +16,19 @@ import sys
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _MOST_BYTES = 32 * 2**20
-"""glibc's own limit: larger pieces are always the system's."""
+"""glibc's limit: larger blocks are always returned to the system."""
 _ASKED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep what this process frees, up to 32 MB a piece.
+    """Makes glibc keep freed blocks of up to 32 MB.
 
-    The process then holds what it needed at most, until it ends. Where the environment
-    says something about it (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
-    `GLIBC_TUNABLES`), or the system has no glibc, nothing is changed.
+    The process then holds its peak memory until it ends. Does nothing without glibc, or
+    if the environment sets `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_` or
+    `GLIBC_TUNABLES`.
 
     Returns:
-        Whether it keeps it now by this.
+        True if this call has changed glibc's settings.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _ASKED):
         return False

@@ -11,7 +11,7 @@ from elche.torch_internals.held import foreach_norm
 
 @torch.no_grad()
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if every element is a finite number (one pass, one answer per device)."""
+    """True if every element is finite (one pass, one synchronization per device)."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor.detach())

@@ -1,4 +1,4 @@
-"""Tensors in nested values: what a model takes and returns."""
+"""Tensors in nested values, such as a model's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Tensors in nested lists, tuples, mappings and dataclasses, in order."""
+    """Returns tensors in nested lists, tuples, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for item in items_of(value) or () for tensor in tensors_in(item)]
 
 
 def batch_length(batch: Any) -> int:
-    """Samples of a batch: the leading dimension of the first tensor in it."""
+    """Batch size: the first tensor's leading dimension."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
     for item in items_of(batch) or ():
@@ -28,7 +28,7 @@ def batch_length(batch: Any) -> int:
 
 
 def outputs_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """Tensors of :func:`tensors_in`, and those in attributes of objects."""
+    """Returns the tensors of :func:`tensors_in` and those in objects' attributes."""
     if isinstance(value, torch.Tensor):
         return [value]
     seen = set() if seen is None else seen
@@ -43,7 +43,7 @@ def outputs_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
 
 
 def items_of(value: Any) -> Iterable[Any] | None:
-    """Items of a container; None for any other value."""
+    """Returns the items of a container; None for any other value."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, Mapping):

@@ -1,11 +1,11 @@
-"""Rows of all ranks as one tensor, with gradient, over unequal numbers of rows.
+"""Differentiable gather of all ranks' rows, with unequal numbers of rows.
 
-Gradients of rank r are reduced with the weight w_r, so the common loss is the sum of
-w_r L_r over ranks, up to a common factor. A row reaches the losses of all ranks: its
-gradient is the sum of w_s dL_s over ranks s. What comes after it in backward is
-weighted w_r by the reduction, so here that sum is divided by w_r. Whether every rank
-computes the loss of all rows or only that of its own ones, as a mean, the reduction
-gives the gradient of the loss of the whole batch.
+Gradients of rank r are reduced with weight w_r, so the common loss is the sum of
+w_r L_r over ranks, up to a common factor. A row affects the losses of all ranks: its
+gradient is the sum of w_s dL_s over ranks s. Later the reduction multiplies this rank's
+gradients by w_r, so backward divides the sum by w_r. Whether every rank computes the
+mean loss of all rows or of its own rows, the reduction yields the gradient of the whole
+batch's loss.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowParts:
-    """Rows and the rank that has them.
+    """Position of this rank's rows among all rows.
 
     Attributes:
-        first: this rank's first row among those of all.
-        rows: of this rank; 0 where its weight is.
-        total: rows of all ranks.
-        weight: of this rank's loss.
+        first: index of this rank's first row among all rows.
+        rows: number of this rank's rows; 0 if its weight is 0.
+        total: number of rows of all ranks.
+        weight: weight of this rank's loss.
     """
 
     first: int
@@ -45,10 +45,10 @@ class RowParts:
 
 @final
 class RowGather:
-    """Gathers rows in a group of its own, so also beside a backward pass's reductions.
+    """Gathers rows in a separate group, so also during a backward pass's reductions.
 
     Args:
-        group: of all ranks; nothing else runs in it.
+        group: process group of all ranks, used for nothing else.
     """
 
     def __init__(self, group: Group) -> None:
@@ -59,12 +59,12 @@ class RowGather:
     def gather(
         self, tensor: torch.Tensor, weight: float, call: str = "elche.all_gather"
     ) -> torch.Tensor:
-        """The rows of all ranks, in the order of ranks.
+        """Gathers the rows of all ranks in rank order; a collective call.
 
         Args:
             tensor: this rank's rows, along its first dimension.
-            weight: of this rank's loss beside those of others. 0: it adds no row.
-            call: of the user's, for messages.
+            weight: weight of this rank's loss; with 0 it contributes no rows.
+            call: name of the user's call for errors.
 
         Raises:
             MismatchError: ranks gather different kinds of rows.
@@ -93,13 +93,13 @@ class RowGather:
 
 
 class _GatherRows(torch.autograd.Function):
-    """A sum of disjoint rows; backward a weighted sum of gradients."""
+    """Sums disjoint rows in forward, and weighted gradients in backward."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, group: Group, parts: RowParts, what: str
     ) -> torch.Tensor:
-        """Exact in any dtype: sums of bytes of which all but one are zero."""
+        """Gathers rows; exact in any dtype, as only one rank's bytes are nonzero."""
         ctx.group, ctx.parts, ctx.what = group, parts, what
         ctx.shape, ctx.dtype = tensor.shape, tensor.dtype
         width = math.prod(tensor.shape[1:]) * tensor.element_size()
@@ -119,7 +119,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """The gradient of all ranks' losses by this rank's rows."""
+        """Returns the gradient of all ranks' losses with respect to own rows."""
         parts: RowParts = ctx.parts
         grad = grads[0]
         wide = torch.promote_types(grad.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Models and tensors that cannot be trained by several ranks in common, by reason."""
+"""Checks for models and tensors that several ranks cannot train together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WRAPPERS = {
     "torch.distributed.fsdp": "is sharded by FSDP",
     "torch.nn.parallel.distributed": "is reduced by torch's DistributedDataParallel",
 }
-"""Modules of torch, and what a model that has a class of theirs in it is."""
+"""Torch modules whose classes mark a wrapped model, with the words for errors."""
 
 
 def unshareable_module(model: nn.Module) -> str:
-    """The first module that cannot be trained in common, and why; "" if none is."""
+    """Describes the first module that ranks cannot train together; "" if none."""
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
             name = path or "the model"
@@ -30,9 +30,9 @@ def unshareable_module(model: nn.Module) -> str:
 
 
 def wrapped_module(model: nn.Module) -> str:
-    """The first module that torch reduces or shards, and which way; "" if none is.
+    """Describes the first module that torch reduces or shards; "" if none.
 
-    By the module that defines its class, so that nothing is imported for it.
+    Classes are recognized by their module's name, without importing it.
     """
     for path, module in model.named_modules():
         name = path or "the model"
@@ -44,10 +44,9 @@ def wrapped_module(model: nn.Module) -> str:
 
 
 def why_unshareable(tensor: torch.Tensor) -> str:
-    """Fault of a parameter or buffer, to stand after its name; "" if there is none.
+    """Fault of a parameter or buffer as a predicate for errors; "" if there is none.
 
-    Anything that would fail on the ranks that receive values, and leave the others
-    waiting for them.
+    Covers faults that would fail on receiving ranks while the others wait.
     """
     if is_lazy(tensor):
         return "is lazy and has no shape yet; run one batch through the model first"
@@ -64,7 +63,7 @@ def why_unshareable(tensor: torch.Tensor) -> str:
 
 
 def why_not_plain(tensor: torch.Tensor) -> str:
-    """Behaviour that torch adds to a parameter, to stand after its name; or ""."""
+    """Unsupported behavior that torch adds to a parameter, as a predicate; or ""."""
     if type(tensor.data).__name__ == "DTensor":
         return "is a DTensor, which is already distributed"
     if hasattr(tensor, STEPPED_IN_BACKWARD):
@@ -78,12 +77,12 @@ def why_not_plain(tensor: torch.Tensor) -> str:
 def model_layout(
     model: nn.Module, ignored: Collection[str] = (), *, has_strides: bool = True
 ) -> dict[str, str]:
-    """Shape, dtype and role of a model's tensors by name, and the parameters' order.
+    """Returns shape, dtype and role of a model's tensors by name, and their order.
 
     Args:
-        model: the model.
-        ignored: names to leave out.
-        has_strides: memory formats must be equal as well.
+        model: model to describe.
+        ignored: names of tensors to skip.
+        has_strides: True to include strides, so that memory formats are compared.
 
     Raises:
         ConfigError: a tensor cannot be shared between ranks.
@@ -109,7 +108,7 @@ def model_layout(
 
 
 def difference(layouts: Sequence[Mapping[str, str]]) -> str:
-    """Names of what differs between the first rank and another; "" if nothing does."""
+    """Describes the differences between rank 0 and another rank; "" if none."""
     first = layouts[0]
     for rank, found in enumerate(layouts):
         names = sorted(n for n in {*first, *found} if first.get(n) != found.get(n))

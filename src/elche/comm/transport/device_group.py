@@ -1,13 +1,11 @@
-"""Sums among CUDA devices without a copy through the host: NCCL, where it serves.
+"""Sums among CUDA devices through NCCL, without a copy through the host.
 
-The rule: all ranks are on one host, or are to be summed between hosts as well, and each
-has a CUDA device of its own (NCCL takes no device twice; two ranks on one device sum
-through gloo). A group is tried before it is used, by all ranks together, and given up
-by all of them if it fails on one.
+NCCL is used if each rank has its own CUDA device and all ranks are on one host, or NCCL
+between hosts was requested. (NCCL refuses two ranks on one device; these sum through
+gloo.) All ranks try a group before its use, and drop it if the trial fails on any.
 
-The version of NCCL that meets there, and several devices, have not been at hand yet:
-what is tested is the rule, the trial, and the way of a message, with another backend in
-NCCL's place.
+This has not run on several real devices yet. Tests cover the rule, the trial and the
+message path with another backend in place of NCCL.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.torch_internals.groups import nccl_options
 
 TRIAL_S = 60.0
-"""Deadline (s) of forming and trying a group, less than any deadline of a run."""
+"""Upper bound (s) on forming and trying a group."""
 TRIED_ELEMENTS = 1024
 LOOPBACK = "127.0.0.1"
 TRIAL = "elche device trial"
@@ -43,8 +41,8 @@ def serves(places: Sequence[tuple[str, str]], *, between_hosts: bool = False) ->
     """True if NCCL can sum for these ranks.
 
     Args:
-        places: host and device of each rank; "" for a device that it cannot use.
-        between_hosts: they may be on several.
+        places: host and device of each rank; "" for a device that NCCL cannot use.
+        between_hosts: True if ranks may be on several hosts.
     """
     return (
         len(places) > 1
@@ -55,9 +53,9 @@ def serves(places: Sequence[tuple[str, str]], *, between_hosts: bool = False) ->
 
 
 def device_name(device: torch.device) -> str:
-    """Names a device, the same for all processes of a host; "" if NCCL cannot use it.
+    """Names a device uniquely on its host; "" if NCCL cannot use it.
 
-    CUDA_VISIBLE_DEVICES may give one device another number in each process.
+    With CUDA_VISIBLE_DEVICES, one device may have another index in each process.
     """
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
@@ -66,15 +64,15 @@ def device_name(device: torch.device) -> str:
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, deadline: timedelta) -> Any:
-    """NCCL among processes that meet in a store.
+    """Forms an NCCL group among processes that share a store.
 
-    Its watchdog calls the store from its own threads: one of torch's own, therefore.
+    NCCL's watchdog calls the store from other threads, so it must be a torch store.
     """
     return dist.ProcessGroupNCCL(store, rank, size, nccl_options(deadline))
 
 
 def sum_of_ranks(made: Any, group: Group, device: torch.device) -> str:
-    """Sums something known; what went wrong, "" if nothing did."""
+    """Checks an all-reduce of known values; returns the error, "" if there is none."""
     found = torch.full((TRIED_ELEMENTS,), group.rank + 1.0, device=device)
     made.allreduce([found]).wait()
     expected = group.world_size * (group.world_size + 1) / 2
@@ -85,14 +83,14 @@ def sum_of_ranks(made: Any, group: Group, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class DeviceGroupConfig:
-    """Group and deadlines of a group among devices.
+    """Settings of a device group.
 
     Attributes:
-        timeout_s: deadline of forming and of a collective.
-        listen: where rank 0 has ranks of other hosts meet it, and NCCL was asked for;
-            "": all are on one host, or none sums so.
+        timeout_s: deadline of forming the group and of a collective.
+        listen: rank 0's rendezvous address if NCCL between hosts was requested; "":
+            NCCL only within one host.
         form: makes torch's group from a store, rank, world size and deadline.
-        attempt: tries what was formed and returns what went wrong, "" if nothing did.
+        attempt: tries the formed group and returns the error, "" if there is none.
     """
 
     timeout_s: float
@@ -104,19 +102,19 @@ class DeviceGroupConfig:
 def open_device_group(
     group: Group, device: torch.device, config: DeviceGroupConfig
 ) -> DeviceGroup | None:
-    """Forms and tries a group for tensors on the ranks' devices, with all ranks.
+    """Forms and tries a group for tensors on the ranks' devices; a collective call.
 
     Args:
-        group: the ranks' group on the host.
-        device: this rank's.
-        config: the same on all ranks, but for addresses.
+        group: the ranks' gloo group.
+        device: device of this rank.
+        config: settings, the same on all ranks except for addresses.
 
     Returns:
-        The group, or None where it does not serve; then nothing is left of it.
+        The group, or None if NCCL cannot be used; then everything is closed.
 
     Raises:
-        ConfigError: it fails on a rank, and was asked for, between hosts.
-        CommunicationError: the ranks did not come together on the host.
+        ConfigError: NCCL between hosts was requested, and fails on a rank.
+        CommunicationError: a rank did not arrive in time.
     """
     hosts = group.hosts()
     named = gather_texts(group, device_name(device), "naming devices")
@@ -134,7 +132,7 @@ def open_device_group(
     if not failed:
         return found
     found.close()
-    # Others are late where one has failed.
+    # If one rank fails, others time out: report the failure.
     rank = next((rank for rank in failed if errors[rank] != LATE), failed[0])
     said = f"NCCL does not serve (rank {group.ranks[rank]}: {errors[rank]})"
     if config.listen:
@@ -151,9 +149,9 @@ class DeviceGroup:
     """Ranks that sum on their devices; made by :func:`open_device_group`.
 
     Args:
-        made: torch's group, or what was formed in its place; or None.
-        group: the same ranks on the host.
-        served: on rank 0, the store in which they have met; ended with the group.
+        made: torch's device group, or a test's substitute; or None.
+        group: gloo group of the same ranks.
+        served: on rank 0, the rendezvous store, closed with the group.
     """
 
     def __init__(self, made: Any, group: Group, served: dist.Store | None) -> None:
@@ -162,18 +160,18 @@ class DeviceGroup:
         self._served = served
 
     def all_reduce_async(self, tensor: torch.Tensor) -> DeviceWork:
-        """Begins the sum of ``tensor`` over all ranks, in place, on their devices."""
+        """Begins an in-place all-reduce of ``tensor`` on the ranks' devices."""
         return DeviceWork(self.made.allreduce([tensor]), self._group)
 
     def close(self) -> None:
-        """Ends it at once: what is under way is not waited for."""
+        """Ends the group at once, without waiting for pending collectives."""
         made, self.made = self.made, None
         end_at_once(made)
         self._served = None
 
 
 def end_at_once(made: Any) -> None:
-    """Ends a group of torch's: what is under way is not waited for."""
+    """Ends a torch group without waiting for pending collectives."""
     for end in ("abort", "shutdown"):
         if hasattr(made, end):
             with contextlib.suppress(RuntimeError):
@@ -182,9 +180,9 @@ def end_at_once(made: Any) -> None:
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, str]:
-    """A store of torch's on one address alone, and that address with its port.
+    """Starts a torch store on one address; returns it and "address port".
 
-    Left to bind by itself it would listen on all addresses of the host.
+    By itself, torch's store would listen on all addresses of the host.
     """
     listening = listen(host, 0)
     address, port = listening.getsockname()[:2]  # the host may be given by a name
@@ -195,7 +193,7 @@ def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, str]:
 def _store_at(
     address: str, port: int, timeout_s: float, listening: int | None = None
 ) -> dist.Store:
-    """A store at a port, which this process serves if it has the listening socket."""
+    """Opens a store at a port; this process serves it if given a listening socket."""
     return dist.TCPStore(
         address,
         port,
@@ -209,9 +207,9 @@ def _store_at(
 def _tried(
     group: Group, device: torch.device, config: DeviceGroupConfig, place: str
 ) -> tuple[Any, str]:
-    """A group formed and tried, and what went wrong, "" if nothing did.
+    """Forms and tries a group; returns it and the error, "" if there is none.
 
-    In a thread of its own: NCCL has calls that wait for others without a deadline.
+    Runs in a separate thread, because some NCCL calls wait without a deadline.
     """
     made: list[Any] = [None]
     errors = [LATE]
@@ -236,11 +234,11 @@ def _tried(
 
 @final
 class DeviceWork:
-    """A sum under way among devices, waited for like one of the host's.
+    """Handle of a sum among devices, with the deadline of the host's sums.
 
     Args:
         work: torch's handle.
-        group: the ranks' group on the host: it has the deadline, and sees who is gone.
+        group: the ranks' gloo group, which has the deadline and detects dead ranks.
     """
 
     def __init__(self, work: Any, group: Group) -> None:
@@ -252,10 +250,10 @@ class DeviceWork:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Waits until it is done, and orders the caller's stream behind it.
+        """Waits for the sum, and orders the caller's stream behind it.
 
         Raises:
-            CommunicationError: the deadline has passed, or a rank is gone.
+            CommunicationError: the deadline has passed, or a rank is dead.
         """
         self._group.wait_until(self.is_completed, "a sum among CUDA devices")
         try:

@@ -1,13 +1,11 @@
-"""Tensors of a step from CUDA device to CUDA device, through NCCL.
+"""Transfer of a step's tensors between CUDA devices through NCCL.
 
-gloo carries the head of a message, which says that its tensors come this way. A
-transfer begins when the tensors are computed and the receiver has asked for them, and
-no stream waits for one: the host polls it. So no kernel of NCCL waits for another
-rank's computation, a device may be synchronised at any time, and the deadlines are
-those of the host's waits.
+A message's head is sent through gloo and announces that its tensors follow through
+NCCL. A transfer begins when the tensors are computed and the receiver is ready. The
+host polls it, and no stream waits for it. So no NCCL kernel waits for another rank's
+computation, a device may be synchronised at any time, and the host's deadlines apply.
 
-Never run on hardware: tests carry the messages with another backend in NCCL's place
-and the CPU in the devices'.
+Not yet run on real devices: tests use another backend and the CPU instead.
 """
 
 from __future__ import annotations
@@ -30,20 +28,20 @@ from elche.comm.transport.process_group import Group
 
 
 class SideStream:
-    """A stream beside the computation of a CUDA device."""
+    """A side stream, separate from a CUDA device's computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def computed(self) -> Callable[[], bool]:
-        """Returns a poll for the end of all that the device has been given."""
+        """Returns a poll for the completion of all work submitted to the device."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event.query
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Context whose work and allocations are beside the computation."""
+        """Context whose work and allocations use the side stream."""
         return torch.cuda.stream(self._stream)
 
     def hand_over(self, tensor: torch.Tensor) -> None:
@@ -53,11 +51,10 @@ class SideStream:
 
 @final
 class TwoWays:
-    """Torch's groups for messages to higher ranks, and to lower ones.
+    """A torch group for messages to higher ranks, and one for messages to lower ranks.
 
-    NCCL carries out the transfers of a group between two ranks one after the other:
-    in one group for both directions, two ranks that send at once would wait for each
-    other.
+    NCCL serializes the transfers of a group between two ranks. With one group for both
+    directions, two ranks that send simultaneously would deadlock.
     """
 
     def __init__(self, up: Any, down: Any) -> None:
@@ -65,7 +62,7 @@ class TwoWays:
 
     @staticmethod
     def former(form: Former) -> Former:
-        """Forms both as `form` forms one."""
+        """Returns a function that forms both groups, each by `form`."""
 
         def both(
             store: dist.Store, rank: int, size: int, deadline: timedelta
@@ -76,24 +73,24 @@ class TwoWays:
         return both
 
     def way(self, sender: int, receiver: int) -> Any:
-        """The group of a message."""
+        """Returns the group for a message's direction."""
         return self._up if sender < receiver else self._down
 
     def abort(self) -> None:
-        """Ends both at once."""
+        """Aborts both groups."""
         end_at_once(self._up)
         end_at_once(self._down)
 
 
 def trial(partners: Iterable[int]) -> Callable[[TwoWays, Group, torch.device], str]:
-    """A test of both directions with each partner; it returns an error, "" if none.
+    """Returns a trial of both directions with each partner; it returns its error or "".
 
     NCCL connects two ranks in their first transfer, and waits there without a deadline.
     """
 
     def attempt(made: TwoWays, group: Group, device: torch.device) -> str:
         mine = group.rank
-        # One order of pairs for all ranks: each waits for its partner.
+        # Same order of pairs on all ranks, because each waits for its partner.
         pairs = sorted((min(mine, one), max(mine, one)) for one in partners)
         for low, high in pairs:
             for sender, receiver in ((low, high), (high, low)):
@@ -117,11 +114,11 @@ class DeviceMessages:
     """Transfers between this rank's device and those of its partners.
 
     Attributes:
-        ways: formed and tried.
-        rank: this rank.
-        partners: ranks with which they were tried.
-        device: this rank's.
-        stream: beside its computation.
+        ways: groups of both directions, formed and tried.
+        rank: index of this rank.
+        partners: ranks with which the groups were tried.
+        device: device of this rank.
+        stream: side stream of the device.
     """
 
     ways: TwoWays
@@ -131,12 +128,12 @@ class DeviceMessages:
     stream: SideStream
 
     def serves(self, rank: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if these tensors may be sent to that rank from device to device."""
+        """True if these tensors can be sent to a rank from device to device."""
         here = all(one.device.type == self.device.type for one in tensors)
         return bool(tensors) and here and rank in self.partners
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int) -> list[Any]:
-        """Begins to send computed tensors to a rank that receives already."""
+        """Begins to send computed tensors to a rank that is already receiving."""
         way = self.ways.way(self.rank, rank)
         with self.stream.beside():
             return [way.send([each], rank, 0) for each in _as_bytes(tensors)]
@@ -144,29 +141,29 @@ class DeviceMessages:
     def receive(
         self, like: Sequence[torch.Tensor], rank: int
     ) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
-        """Begins to receive; tensors of these shapes on the device, and the works."""
+        """Begins to receive; returns tensors of these shapes, and the work handles."""
         way = self.ways.way(rank, self.rank)
         with self.stream.beside():
             found = tuple(torch.empty_like(one, device=self.device) for one in like)
             return found, [way.recv([one], rank, 0) for one in _as_bytes(found)]
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Marks received tensors as used by the computation; skips the host's."""
+        """Marks received device tensors as used by the computation."""
         for one in tensors:
             if one.device.type == self.device.type:
                 self.stream.hand_over(one)
 
     def finish(self, works: Sequence[Any]) -> None:
         """Raises the errors of completed transfers."""
-        with self.stream.beside():  # the side stream waits for NCCL's, for nothing
+        with self.stream.beside():  # orders only the side stream behind NCCL's
             for work in works:
                 work.wait()
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """NCCL knows fewer kinds of numbers than torch.
+    """Views tensors as flat bytes, because NCCL supports fewer dtypes than torch.
 
-    Strides are set, since a dense tensor of one element may have any.
+    Strides are set explicitly, since a one-element tensor may have any.
     """
     return [
         one.as_strided((one.numel(),), (1,)).view(torch.uint8)

@@ -1,18 +1,15 @@
-"""One message that all ranks sum: through gloo, or through memory that they share.
+"""All-reduce of a message of fixed size, through gloo or shared memory.
 
-An exchange is made once, together, for messages of one size. A rank fills its
-:meth:`Exchange.contribution`, calls :meth:`Exchange.begin`, and later
-:meth:`Exchange.finish` returns the sum; or it asks :meth:`Exchange.poll` whether all is
-there, and takes the sum in parts that stay in its cache (:meth:`Exchange.wait`, then
-:meth:`Exchange.sum_into`). Contribution and sum are different memory for ranks that
-share a host, and the order of summation is that of the ranks, so all of them get the
-same bits.
+All ranks make an exchange together. A rank fills its :meth:`Exchange.contribution`,
+calls :meth:`Exchange.begin`, and gets the sum from :meth:`Exchange.finish`. Or it polls
+with :meth:`Exchange.poll` and reads the sum in cache-sized parts
+(:meth:`Exchange.wait`, then :meth:`Exchange.sum_into`). In shared memory, contribution
+and sum are separate, and ranks sum in rank order, so all get the same bits.
 
-Ranks on one host that pass megabytes through gloo's loopback sockets pay for it twice:
-with system calls that take the cores the model computes on, and with wake-ups (measured
-on two cores: nine messages of 1.05 MB took 9 to 25 ms; `docs/decisions.md`, "Shared
-memory"). In shared memory the message is where the others read it as soon as it is
-written.
+gloo's loopback sockets cost ranks of one host twice: system calls that take cores from
+the model's computation, and wake-ups (measured on two cores: nine messages of 1.05 MB
+took 9 to 25 ms; `docs/decisions.md`, "Shared memory"). In shared memory, a message is
+readable as soon as it is written.
 """
 
 from __future__ import annotations
@@ -40,10 +37,11 @@ class Exchange(ABC):
     """A message of fixed size, summed over all ranks.
 
     Args:
-        sides: independent buffers, so that one can be read while another is summed.
+        sides: number of independent buffers, so that one can be read while another is
+            summed.
 
     Attributes:
-        keeps_contribution: what this rank sent is still there beside the sum.
+        keeps_contribution: True if the sum does not overwrite the contribution.
     """
 
     keeps_contribution: bool
@@ -53,19 +51,19 @@ class Exchange(ABC):
 
     @abstractmethod
     def contribution(self, side: int) -> torch.Tensor:
-        """This rank's message, to be filled; flat."""
+        """Returns this rank's flat message, to be filled."""
 
     @abstractmethod
     def result(self, side: int) -> torch.Tensor:
-        """Flat sum, valid after :meth:`finish`."""
+        """Returns the flat sum, valid after :meth:`finish`."""
 
     @abstractmethod
     def begin(self, side: int) -> None:
-        """The contribution is complete."""
+        """Sends the filled contribution."""
 
     @property
     def extra_bytes(self) -> int:
-        """Host memory beside contributions and results."""
+        """Host memory (bytes) in addition to contributions and results."""
         return 0
 
     @abstractmethod
@@ -74,53 +72,53 @@ class Exchange(ABC):
 
     @abstractmethod
     def wait(self, what: str) -> None:
-        """Waits for all ranks.
+        """Waits for the contributions of all ranks.
 
         Raises:
-            CommunicationError: it failed, or a rank did not arrive in time.
+            CommunicationError: the reduction failed, or a rank timed out.
         """
 
     @abstractmethod
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """After :meth:`wait`: writes the sum of these elements into ``out``, flat."""
+        """Writes the sum of these elements to flat ``out``; call after :meth:`wait`."""
 
     @abstractmethod
     def release(self) -> None:
-        """After the last :meth:`sum_into`: others may write this side again."""
+        """Releases this side for overwriting; call after the last :meth:`sum_into`."""
 
     def reclaim(self, what: str) -> None:
-        """Waits until all ranks have taken the sum of what was begun last.
+        """Waits until all ranks have read the last sum.
 
-        With one side a contribution may be written again after this.
+        With one side, the contribution may be overwritten after this.
 
         Raises:
-            CommunicationError: a rank has not taken it in time.
+            CommunicationError: a rank has not read the sum in time.
         """
         return
 
     def finish(self, what: str) -> torch.Tensor:
-        """Waits for all ranks; returns the sum of what was begun.
+        """Waits for all ranks; returns the sum of the last message.
 
         Raises:
-            CommunicationError: it failed, or a rank did not arrive in time.
+            CommunicationError: the reduction failed, or a rank timed out.
         """
         self.wait(what)
         return self._collected()
 
     @property
     def has_sum(self) -> bool:
-        """True if :meth:`wait` would return at once, and not raise."""
+        """True if :meth:`wait` would return at once without raising."""
         return False
 
     @abstractmethod
     def _collected(self) -> torch.Tensor:
-        """After :meth:`wait`: the whole sum, and the side released."""
+        """Returns the whole sum and releases the side; call after :meth:`wait`."""
 
 
 class GlooExchange(Exchange):
-    """Through the process group, on any mix of devices.
+    """Exchange through the process group, on any mix of devices.
 
-    A sum is formed in what was sent, which :meth:`renew` lays in other memory.
+    The sum overwrites the contribution; :meth:`renew` allocates a new one.
     """
 
     keeps_contribution = False
@@ -146,11 +144,11 @@ class GlooExchange(Exchange):
         return self._tensors[side]
 
     def result(self, side: int) -> torch.Tensor:
-        """The same memory: what a rank sends is a copy of what it has."""
+        """Returns the contribution's memory, which holds the sum."""
         return self._tensors[side]
 
     def renew(self, side: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Lays this side's next message elsewhere; the last one is let go before."""
+        """Allocates this side's next message by ``make``, after releasing the last."""
         self._tensors[side] = self._tensors[side].new_empty(0)
         self._tensors[side] = made = make()
         return made
@@ -180,7 +178,7 @@ class GlooExchange(Exchange):
     @property
     @override
     def has_sum(self) -> bool:
-        work = self._work  # which the training thread may take away meanwhile
+        work = self._work  # the training thread may reset it meanwhile
         return work is None or succeeded(work)
 
     def _collected(self) -> torch.Tensor:
@@ -188,22 +186,21 @@ class GlooExchange(Exchange):
 
 
 class MemoryExchange(Exchange):
-    """In memory that ranks of one host share: a slot per side and rank, two counters.
+    """Exchange in one host's shared memory: a slot per side and rank, two counters.
 
-    A rank writes its slot, then raises its first counter to the message's number; it
-    raises the second when it has read the sum. x86 keeps that order for other cores.
-    A slot is written again ``sides`` messages later. By then every rank must have read
-    it: with two sides that follows from their having come so far, with one side the
-    caller waits for it (:meth:`reclaim`) or knows it by other means. :meth:`begin`
-    checks it.
+    A rank writes its slot, then raises its first counter to the message's number. It
+    raises the second when it has read the sum. x86 keeps this order for other cores. A
+    slot is overwritten ``sides`` messages later; by then every rank must have read it.
+    With two sides this follows from the order of calls; with one, the caller waits
+    (:meth:`reclaim`) or ensures it otherwise. :meth:`begin` checks it.
 
     Args:
-        group: of the ranks that wait for each other.
-        memory: that they share.
-        members: places in the group of those who share it.
-        layout: elements and dtype of a message.
-        sides: independent slots of each rank.
-        more: places of messages behind the slots.
+        group: group of the ranks that wait for each other.
+        memory: shared memory.
+        members: places in the group of the ranks that share the memory.
+        layout: number of elements and dtype of a message.
+        sides: number of independent slots per rank.
+        more: number of message-sized places after the slots.
     """
 
     keeps_contribution = True
@@ -235,12 +232,12 @@ class MemoryExchange(Exchange):
 
     @staticmethod
     def size_bytes(ranks: int, numel: int, dtype: torch.dtype, places: int) -> int:
-        """Memory of an exchange of so many ranks, with places for messages."""
+        """Returns the memory of an exchange for a number of ranks and places."""
         counters = aligned(COUNTER_BYTES * (2 * ranks + 1))
         return counters + aligned(numel * dtype.itemsize) * places
 
     def _slots(self, side: int) -> Sequence[torch.Tensor]:
-        """Contributions of the ranks, as written."""
+        """Returns the ranks' contributions of one side."""
         count = len(self._members)
         return self._places[side * count : (side + 1) * count]
 
@@ -255,10 +252,10 @@ class MemoryExchange(Exchange):
         return self._results[side]
 
     def begin(self, side: int) -> None:
-        """Lets the others read the contribution.
+        """Publishes the contribution to the other ranks.
 
         Raises:
-            ProtocolError: a rank may still have been reading what was overwritten.
+            ProtocolError: a rank may not have read the overwritten message yet.
         """
         before = self._number + 1 - self.sides
         if min(self._read) < before:
@@ -298,7 +295,7 @@ class MemoryExchange(Exchange):
     @torch.no_grad()
     def _collected(self) -> torch.Tensor:
         result = self.result(self._side)
-        if self._read[self._place] < self._number:  # asked again: others may write
+        if self._read[self._place] < self._number:  # else released: may be overwritten
             self.sum_into(0, result.numel(), result)
             self.release()
         return result
@@ -306,7 +303,10 @@ class MemoryExchange(Exchange):
 
 @final
 class SharedExchange(MemoryExchange):
-    """All ranks share memory, and each sums for itself; see :func:`open_exchange`."""
+    """Exchange in memory shared by all ranks; each rank computes the whole sum itself.
+
+    Made by :func:`open_exchange`.
+    """
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class SharedExchange(MemoryExchange):
 
 
 def succeeded(work: Any) -> bool:
-    """True if a collective has ended, and well."""
+    """True if a collective has completed without error."""
     if not work.is_completed():
         return False
     try:
@@ -360,15 +360,15 @@ def open_exchange(
     *,
     shared_sides: int | None = None,
 ) -> Exchange:
-    """Makes an exchange, together with all ranks of the group.
+    """Makes an exchange; a collective call.
 
     Args:
-        group: the process group.
-        numel: elements of a message.
-        dtype: of the message.
-        device: where it lives; shared memory serves the CPU.
-        sides: independent buffers.
-        shared_sides: of shared memory, where a caller does with fewer; None: as many.
+        group: process group of all ranks.
+        numel: number of elements of a message.
+        dtype: dtype of the message.
+        device: device of the message; shared memory is on the CPU.
+        sides: number of independent buffers.
+        shared_sides: number of buffers in shared memory, if different; None: ``sides``.
     """
     if group.shares_host and numel and group.world_size > 1:
         shared = shared_sides or sides
@@ -384,9 +384,9 @@ def open_exchange(
 
 
 def agree_to_share(group: Group, own: bool) -> bool:
-    """True if all ranks may share memory with others of their hosts; with all of them.
+    """Agrees if all ranks can share memory within their hosts; a collective call.
 
-    Each on its own device, and processor: hosts may differ.
+    ``own`` is this rank's answer, which depends on its device and processor.
     """
     mine = torch.tensor([int(own)], device="cpu")
     group.all_reduce(mine, "agreeing whether memory may be shared")
@@ -394,8 +394,8 @@ def agree_to_share(group: Group, own: bool) -> bool:
 
 
 def can_share(device_name: str) -> bool:
-    """True if a rank with this device may share memory with others of its host.
+    """True if a rank with this device can share memory within its host.
 
-    Only on the CPU, and on processors that let other cores see writes in order.
+    Requires the CPU, and a processor on which other cores see writes in order.
     """
     return device_name.startswith("CPU") and may_share_memory()

@@ -1,9 +1,9 @@
-"""Messages between this rank and another one through gloo, carried by two threads.
+"""Messages between this rank and another one through gloo, handled by two threads.
 
-gloo's transfers between two ranks can be neither polled nor broken off. So one thread
-receives the other rank's messages in the order of their sending, and one waits until
-those sent are taken. They sleep inside gloo, without Python's lock. Deadlines are those
-of the rank's own waits; closing the connections ends the threads.
+gloo's transfers between two ranks can be neither polled nor cancelled. So one thread
+receives the other rank's messages in order, and one waits until sent messages are
+received. They block inside gloo, without the GIL. The rank's own waits have the
+deadlines; closing the connections ends the threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MESSAGE_TAG, _READY_TAG, _END_TAG = range(3)
 
 
 def end_waits(group: Any, rank: int, world_size: int) -> None:
-    """Ends all waits in a group of gloo: one that times out closes all connections."""
+    """Ends all waits in a gloo group by a timeout, which closes all connections."""
     if world_size == 1:
         return
     with contextlib.suppress(RuntimeError):
@@ -49,10 +49,10 @@ def end_waits(group: Any, rank: int, world_size: int) -> None:
 
 @final
 class Inbox(list[tuple[int, Message]]):
-    """Messages of one rank that have come and were not taken, each after its tag."""
+    """Unread messages of one rank, as pairs of tag and message."""
 
     def has(self, tag: int) -> bool:
-        """True if a message with this tag has come."""
+        """True if a message with this tag has arrived."""
         return any(each == tag for each, _ in self)
 
     def take(self, tag: int) -> Message:
@@ -66,13 +66,13 @@ class Mailbox:
     """Messages and failures of all ranks, shared with the threads under one lock.
 
     Attributes:
-        lock: of everything here.
-        changed: notified when a message has come or was taken, or a line is broken.
-        room: notified when threads that hold many untaken messages may receive more.
-        inboxes: by rank.
-        broken: reason why the connection to a rank has failed.
-        is_waiting: whether this rank waits, and so takes any number of messages.
-        is_closed: whether the threads are to end; failures after it are ignored.
+        lock: lock of all attributes.
+        changed: notified when a message has arrived or was sent, or a line has failed.
+        room: notified when the receiving threads may receive more messages.
+        inboxes: unread messages by sending rank.
+        broken: error of each failed connection, by rank.
+        is_waiting: True while this rank waits, and receives without limit.
+        is_closed: True if the threads must end; later failures are ignored.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -97,8 +97,8 @@ class GlooLine:
     """Both directions between this rank and another one.
 
     Attributes:
-        pending: transfers of messages that were not taken, oldest first.
-        devices: carries tensors of steps from device to device, if not None.
+        pending: transfers of messages not yet received, oldest first.
+        devices: transfers of steps' tensors between devices, or None.
     """
 
     def __init__(self, mailbox: Mailbox, group: Any, rank: int) -> None:
@@ -133,14 +133,14 @@ class GlooLine:
         return thread
 
     def send(self, tag: int, packed: Packed) -> bool:
-        """Begins to send a message; False if too many are under way.
+        """Begins to send a message; returns False if too many are pending.
 
         Raises:
-            RuntimeError: the connection is broken.
+            RuntimeError: the connection has failed.
         """
         if len(self.pending) >= SLOTS:
             return False
-        # Neither way carries the marks of a lazy conjugate or negative.
+        # Messages lose the flags of lazy conjugates and negatives.
         plain = [one.resolve_conj().resolve_neg() for one in packed.tensors]
         parts = packed.frames(tag)
         if packed.on_device:
@@ -150,7 +150,7 @@ class GlooLine:
             transfer = partial(self._send_device, parts, dense, computed)
         else:
             parts += [one.to("cpu").contiguous() for one in plain]
-            # At once, unless older messages wait for the device.
+            # Send at once, unless older messages may be waiting for the device.
             works = self._begin(parts) if self.devices is None else None
             transfer = partial(self._send_host, parts, works)
         with self._mailbox.lock:
@@ -159,7 +159,7 @@ class GlooLine:
         return True
 
     def close(self) -> None:
-        """Waits for the threads' end; the mailbox and the connections are closed."""
+        """Joins the threads, after mailbox and connections have been closed."""
         with self._mailbox.lock:
             self.pending.clear()
             self._wake.notify()
@@ -174,13 +174,13 @@ class GlooLine:
         following: Callable[[], Callable[[], Any]],
         keep: Callable[[Any], object],
     ) -> None:
-        """Carries one message after the other, until the connections are closed.
+        """Transfers messages in order until the connections are closed.
 
         Args:
-            wake: notified when one may be due.
-            is_due: whether there is one.
-            following: function that carries it.
-            keep: takes what that has returned.
+            wake: condition notified when a transfer may be due.
+            is_due: returns True if a transfer is due.
+            following: returns the function of the next transfer.
+            keep: called with that function's result.
         """
         mailbox = self._mailbox
         while True:
@@ -237,7 +237,7 @@ class GlooLine:
         tensors: list[torch.Tensor],
         computed: Callable[[], bool],
     ) -> None:
-        """Sends when the device has computed the tensors and the other one receives."""
+        """Sends once the tensors are computed and the receiver is ready."""
         assert self.devices is not None
         self._poll(computed)
         self._send_host(parts, None)
@@ -250,7 +250,7 @@ class GlooLine:
         devices.finish(works)
 
     def _poll(self, ready: Callable[[], bool]) -> None:
-        """Polls a device, which notifies no thread.
+        """Polls a device, which cannot notify a thread.
 
         Raises:
             CommunicationError: the connections have been closed.
@@ -266,7 +266,7 @@ class GlooLine:
         return [group.send([one], rank, _MESSAGE_TAG) for one in parts if one.numel()]
 
     def _send_host(self, parts: list[torch.Tensor], works: list[Any] | None) -> None:
-        """Waits until gloo has sent tensors, which it needs until then."""
+        """Waits until gloo has sent the tensors, and keeps them alive until then."""
         for work in works or self._begin(parts):
             work.wait(_FOREVER)
 

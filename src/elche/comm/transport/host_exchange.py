@@ -1,18 +1,18 @@
 """Hierarchical sums: inside each host in shared memory, then between the hosts.
 
-A host has one link however many ranks it has. So ranks write what they have where their
-host's first rank, its *leader*, reads it; the leaders sum the hosts' sums through gloo,
-in place, and every rank reads what comes of it::
+A host has one network link for all its ranks. So ranks write their contributions to
+shared memory; the host's first rank, its *leader*, sums them; the leaders all-reduce
+the hosts' sums in place through gloo, and every rank reads the result::
 
     slot of each rank ──sum──▶ sum of the host ──gloo, leaders──▶ sum of all, for all
                                    └────────── the same memory ──────┘
 
-gloo sums in a ring. One of W ranks, host after host, sends 2 (W - 1) / W of a message
-over each host's link, in each direction; the leaders' of H hosts 2 (H - 1) / H.
+gloo reduces in a ring. A ring of all W ranks sends 2 (W - 1) / W of a message over each
+host's link, in each direction; the leaders' ring of H hosts sends 2 (H - 1) / H.
 
-All ranks get the bits that gloo gave the leaders. What a leader does for its host it
-does in its own thread, whenever it looks for a sum (:meth:`HostLeaders.drive`): in the
-hooks of its backward pass, and while it waits.
+All ranks get the same bits from the leaders. A leader works for its host in its own
+training thread whenever it polls for a sum (:meth:`HostLeaders.drive`): in the hooks of
+its backward pass, and while it waits.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _log = logging.getLogger(__name__)
 
 
 def spans_hosts(hosts: Sequence[str]) -> bool:
-    """True if there are several hosts, and ranks that share one."""
+    """True if there are several hosts, and a host with several ranks."""
     return 1 < len(set(hosts)) < len(hosts)
 
 
 def leaders_of(hosts: Sequence[str]) -> list[int]:
-    """The first rank of every host, in their order."""
+    """Returns the first rank of every host in ascending order."""
     return sorted(hosts.index(host) for host in set(hosts))
 
 
 @final
 class HostLeaders:
-    """Sums between hosts, begun in the order in which all ranks begin them.
+    """Sums between hosts, in the order in which all ranks begin them.
 
     Args:
-        group: of all ranks; ranks of one host may share memory.
-        form: forms the group of some of them, given their ranks in the run.
+        group: process group of all ranks; ranks of one host may share memory.
+        form: forms a group of some ranks, given their ranks in the run.
 
     Attributes:
-        members: places of the ranks of this host; the first one leads.
+        members: places of this host's ranks; the first rank is the leader.
     """
 
     def __init__(self, group: Group, form: Callable[[Sequence[int]], Group]) -> None:
@@ -69,7 +69,7 @@ class HostLeaders:
         self._under_way: list[HostExchange] = []
 
     def settle(self) -> bool:
-        """Elects a leader per host, with all ranks; True if sums go by hosts.
+        """Elects a leader per host; True if sums are hierarchical; a collective call.
 
         Raises:
             CommunicationError: the leaders' group did not form.
@@ -92,12 +92,12 @@ class HostLeaders:
         return True
 
     def begin(self, exchange: HostExchange) -> None:
-        """Takes a message that this rank has written."""
+        """Queues a written message for the sum between hosts, on the leader."""
         if self._leaders is not None:
             self._waiting.append(exchange)
 
     def drive(self) -> None:
-        """Does for this host what can be done now, if this rank leads it."""
+        """Advances this host's sums without blocking, if this rank is the leader."""
         if self._leaders is None:
             return
         while self._waiting and self._waiting[0].is_offered:
@@ -107,14 +107,14 @@ class HostLeaders:
         self._under_way = [each for each in self._under_way if not each.hand_on()]
 
     def explain(self, work: Any, what: str) -> None:
-        """Raises why a sum of the leaders failed."""
+        """Raises the error of a failed sum of the leaders."""
         assert self._leaders is not None
         self._leaders.wait(work, what)
 
     def _leave(self) -> None:
-        """Nothing is begun any more; what is under way is left to itself.
+        """Leaves the leaders' group without waiting for pending sums.
 
-        Its memory is let go: the group and this know each other, and may stay for long.
+        Drops references to exchanges, because reference cycles would keep memory alive.
         """
         leaders, self._leaders = self._leaders, None
         self._waiting.clear()
@@ -125,10 +125,11 @@ class HostLeaders:
 
 @final
 class HostExchange(MemoryExchange):
-    """A message that is summed inside hosts first. Made by :func:`open_by_hosts`.
+    """A message that is summed inside hosts first; made by :func:`open_by_hosts`.
 
-    Behind the slots of a host's memory lie one or two sums, whose number has a counter.
-    With two sums the last one stays until the next has come: another host may lack it.
+    The slots in a host's memory are followed by one or two sums; a counter has the
+    number of the last. With two, a sum stays until the next arrives, for other hosts
+    that lack it.
     """
 
     def __init__(
@@ -151,12 +152,12 @@ class HostExchange(MemoryExchange):
     @property
     @override
     def extra_bytes(self) -> int:
-        """This rank's part of the memory of sums."""
+        """This rank's share of the memory (bytes) of the sums."""
         return sum(each.nbytes for each in self._sums) // len(self._members)
 
     @property
     def last_sum(self) -> torch.Tensor:
-        """The one that this rank has taken last, as it came."""
+        """The unmodified sum that this rank has read last."""
         return self._sums[self._taken % len(self._sums)]
 
     @override
@@ -167,12 +168,12 @@ class HostExchange(MemoryExchange):
 
     @property
     def is_offered(self) -> bool:
-        """True if all ranks of this host have written it."""
+        """True if all ranks of this host have written the message."""
         return self._is_written()
 
     @torch.no_grad()
     def begin_between(self, leaders: Group) -> None:
-        """Sums what the host has, and begins with the other hosts; on the leader."""
+        """Sums the host's contributions, and begins the sum between hosts."""
         total, (first, *others) = self._total, self._slots(0)
         if others:
             torch.add(first, others[0], out=total)
@@ -183,7 +184,7 @@ class HostExchange(MemoryExchange):
         self._work = leaders.all_reduce_async(total)
 
     def hand_on(self) -> bool:
-        """Lets the host's ranks read what has come; whether the sum is over."""
+        """Publishes an arrived sum to the host's ranks; True if the sum has ended."""
         if not self._work.is_completed():
             return False
         self._has_failed = not succeeded(self._work)
@@ -242,18 +243,18 @@ def open_by_hosts(
     *,
     sums: int = 1,
 ) -> Exchange:
-    """Makes an exchange of one side, together with all ranks; inside hosts first.
+    """Makes a one-sided exchange that sums inside hosts first; a collective call.
 
-    As :func:`open_exchange` does where all ranks are on one host, each is on its own,
-    or one of them cannot share memory.
+    Falls back to :func:`open_exchange` if all ranks are on one host, each rank has its
+    own host, or a rank cannot share memory.
 
     Args:
-        group: the process group.
-        numel: elements of a message.
-        dtype: of the message.
-        device: where it lives.
-        sums: places of sums in a host's memory; with two the last one stays until the
-            next has come.
+        group: process group of all ranks.
+        numel: number of elements of a message.
+        dtype: dtype of the message.
+        device: device of the message.
+        sums: number of sums in a host's memory; with two, a sum stays until the next
+            arrives.
     """
     leaders: HostLeaders | None = group.host_leaders
     may_be = leaders is not None and group.world_size > 2 and device.type == "cpu"

@@ -1,17 +1,17 @@
-"""Messages between two ranks of one host, in memory that both map.
+"""Messages between two ranks of one host in shared memory.
 
-No thread carries them: the sender writes, and the receiver reads whenever it waits, so
-that a message costs two copies and wakes no thread. gloo's threads would compete with
-the computation for the cores.
+No threads are involved: the sender writes, and the receiver reads whenever it waits. So
+a message costs two copies and wakes no thread. gloo's threads would compete with the
+computation for cores.
 
-Each direction has its own memory, made by the sender::
+Each direction has its own memory, created by the sender::
 
     written  taken  closed  slot_bytes │ slot 0 │ slot 1 │ ... │ slot 7
                                          tag  head's length  head  tensors
 
-A message's slot is its number modulo their count. The sender raises ``written`` when
-it has filled a slot, the receiver ``taken`` when it has copied one. Slots grow for a
-larger message when all are taken. Pages of messages between steps, such as a whole
+A message's slot is its number modulo the number of slots. The sender increments
+``written`` after filling a slot, the receiver ``taken`` after copying one. Slots grow
+for a larger message once all are read. Pages of messages between steps, such as a whole
 model's state, are returned to the system at once.
 """
 
@@ -36,7 +36,7 @@ from elche.comm.transport.shared_memory import (
 )
 
 SLOTS: Final = 8
-"""Messages that one rank may have sent to another before it has taken any."""
+"""Most unread messages from one rank to another."""
 _WRITTEN, _TAKEN, _CLOSED, _SLOT_BYTES = range(4)
 _WORD_BYTES: Final = 8
 _HEADER_BYTES: Final = 4096
@@ -45,7 +45,7 @@ _FIRST_BYTES: Final = 1 << 16
 
 
 class _MappedSlots:
-    """One direction's memory, as one of its two ends maps it."""
+    """One direction's memory, mapped by either end."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -58,11 +58,11 @@ class _MappedSlots:
         self._words = memoryview(self._memory).cast("q")
 
     def _slot(self, number: int) -> int:
-        """Offset of a message's slot."""
+        """Returns the offset of a message's slot."""
         return _HEADER_BYTES + number % SLOTS * self._slot_bytes
 
     def _tensor(self, like: torch.Tensor, at: int) -> torch.Tensor:
-        """A tensor in the memory, of the shape and dtype of another one."""
+        """Returns a tensor in the memory with the shape and dtype of ``like``."""
         if not like.numel():
             return torch.empty_like(like, device="cpu")
         count = like.numel()
@@ -70,14 +70,14 @@ class _MappedSlots:
         return flat.view(like.shape)
 
     def _give_back(self, begin: int, end: int) -> None:
-        """Returns whole pages to the system, until they are written again."""
+        """Returns whole pages to the system until the next write."""
         page = mmap.PAGESIZE
         begin, end = -(-begin // page) * page, end // page * page
         if end > begin:
             self._memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def close(self) -> None:
-        """Gives the descriptor up."""
+        """Closes the descriptor."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -88,10 +88,10 @@ class OutgoingMemory(_MappedSlots):
     """The sender's end of one direction.
 
     Attributes:
-        offer: what the receiver needs to open it.
+        offer: host, process ID, descriptor and token with which the receiver opens it.
 
     Raises:
-        OSError: there is no such memory here.
+        OSError: the system has no such memory.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ class OutgoingMemory(_MappedSlots):
 
     @property
     def pending(self) -> int:
-        """Messages that have not been taken."""
+        """Number of unread messages."""
         return self._words[_WRITTEN] - self._words[_TAKEN]
 
     def send(self, tag: int, packed: Packed) -> bool:
-        """Writes a message; False if there is no room for it now."""
+        """Writes a message; returns False if there is no room for it now."""
         size_bytes = _begin(len(packed.head)) + sum(
             aligned(one.nbytes) for one in packed.tensors
         )
@@ -129,7 +129,7 @@ class OutgoingMemory(_MappedSlots):
         return True
 
     def close(self) -> None:
-        """Lets the receiver see that nothing more comes."""
+        """Marks the direction as closed for the receiver."""
         self._words[_CLOSED] = 1
         super().close()
 
@@ -146,7 +146,7 @@ class IncomingMemory(_MappedSlots):
 
     @staticmethod
     def open(offer: list[int]) -> IncomingMemory | None:
-        """Opens the memory that a sender offers; None where that is out of reach."""
+        """Opens the memory that a sender offers; None if it is not accessible."""
         host, pid, number, token = offer
         if host != host_number():
             return None
@@ -155,11 +155,11 @@ class IncomingMemory(_MappedSlots):
 
     @property
     def is_closed(self) -> bool:
-        """True if nothing more comes."""
+        """True if the sender has closed the direction."""
         return bool(self._words[_CLOSED])
 
     def read(self) -> Iterator[tuple[int, Message]]:
-        """Copies the messages that have come; yields each with its tag."""
+        """Copies arrived messages; yields each with its tag."""
         number = self._words[_TAKEN]
         while number < self._words[_WRITTEN]:
             if self._slot_bytes != self._words[_SLOT_BYTES]:
@@ -184,11 +184,11 @@ class IncomingMemory(_MappedSlots):
 def open_message_memory(
     rank: int, world_size: int, exchange: Callable[[str], list[str]]
 ) -> dict[int, tuple[OutgoingMemory, IncomingMemory]]:
-    """Opens both directions to each rank that maps this rank's memory, and vice versa.
+    """Opens both directions to each rank with shared memory; a collective call.
 
     Args:
-        rank: this rank.
-        world_size: of all ranks, which all call this.
+        rank: index of this rank.
+        world_size: number of ranks.
         exchange: gathers a text from every rank, in rank order.
     """
     outgoing: dict[int, OutgoingMemory] = {}
@@ -213,5 +213,5 @@ def open_message_memory(
 
 
 def _begin(length: int) -> int:
-    """Bytes of a slot before its tensors, with a head of this length."""
+    """Returns the size of tag, length and head, which precede a slot's tensors."""
     return aligned(2 * _WORD_BYTES + length) if length else 2 * _WORD_BYTES

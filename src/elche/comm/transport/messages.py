@@ -1,7 +1,7 @@
-"""Messages from rank to rank: tensors with their shapes, and structure.
+"""Messages from rank to rank: tensors with shapes and structure.
 
-Through gloo a message is a frame of fixed size with its tag and its description, the
-rest of the description where the frame is too small, and then the tensors.
+Through gloo, a message is a frame of fixed size with tag and head, and then the
+tensors. If the head does not fit the frame, the rest follows the frame.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elche.errors import ProtocolError
 
 FRAME_BYTES = 512
 BETWEEN_STEPS = 1 << 26
-"""Tag of messages between steps; those of steps have smaller ones."""
+"""Lowest tag of messages between steps; messages of steps have smaller tags."""
 _START = struct.Struct("<qI")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -50,11 +50,11 @@ class Message:
     """Tensors for another rank, such as an activation or a gradient.
 
     Attributes:
-        tensors: on the sender's device; at the receiver on the CPU, or on its device
-            if they were sent from device to device.
-        structure: their nesting, or any value that msgpack can write.
-        needs_grad: per tensor, whether a gradient is to come back; in a message of
-            gradients whether it is there.
+        tensors: tensors on the sender's device; at the receiver on the CPU, or on its
+            device if they were sent from device to device.
+        structure: nesting of the tensors, or any value that msgpack can write.
+        needs_grad: per tensor, True if a gradient must be returned; in a message of
+            gradients, True if the gradient is present.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
@@ -67,12 +67,12 @@ class Packed:
     """A message ready to be sent.
 
     Args:
-        message: the message.
-        on_device: whether its tensors go from device to device.
+        message: message to send.
+        on_device: True if its tensors are sent from device to device.
 
     Attributes:
-        head: description of the message, msgpack.
-        tensors: of the message, detached.
+        head: description of the message in msgpack.
+        tensors: detached tensors of the message.
 
     Raises:
         ProtocolError: the type or layout of a tensor is not supported.
@@ -97,7 +97,7 @@ class Packed:
         )
 
     def frames(self, tag: int) -> list[torch.Tensor]:
-        """Tensors of gloo that carry tag and head."""
+        """Returns byte tensors for gloo with tag and head."""
         raw = _START.pack(tag, len(self.head)) + self.head
         first, rest = raw[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), raw[FRAME_BYTES:]
         pieces = [first, rest] if rest else [first]
@@ -105,7 +105,7 @@ class Packed:
 
 
 def read_frame(frame: torch.Tensor) -> tuple[int, bytes, int]:
-    """The tag, the part of the head in a frame, and the bytes of it that follow."""
+    """Returns the tag, the head's bytes in the frame, and the count of missing ones."""
     raw = frame.numpy().tobytes()
     tag, length = _START.unpack_from(raw)
     head = raw[_START.size : _START.size + length]
@@ -113,12 +113,12 @@ def read_frame(frame: torch.Tensor) -> tuple[int, bytes, int]:
 
 
 def read_head(head: bytes) -> tuple[Message, bool]:
-    """The message with empty tensors, and whether they come from device to device.
+    """Returns the message with empty tensors; True if sent from device to device.
 
-    Those that do have shapes only.
+    Tensors sent from device to device are meta tensors.
 
     Raises:
-        ProtocolError: it is no description of a message.
+        ProtocolError: the bytes are not a message's head.
     """
     try:
         described, structure, needs_grad, on_device = msgpack.unpackb(head)

@@ -1,10 +1,10 @@
 """Messages between two ranks: asynchronous, bounded, each wait with a deadline.
 
-Within a host they go through memory (`elche.comm.transport.message_memory`), else
-through gloo (`elche.comm.transport.gloo_lines`), whose threads also carry tensors from
-device to device. Each way keeps the order of sending; the receiver takes messages by
-tag, in any order. A sender waits while 8 of its messages are not received. A rank that
-waits receives everything that comes, so no order of messages deadlocks.
+Within a host, messages use shared memory (`elche.comm.transport.message_memory`),
+otherwise gloo (`elche.comm.transport.gloo_lines`), whose threads also transfer tensors
+from device to device. Each path keeps the order of sending; the receiver reads messages
+by tag, in any order. A sender waits while 8 of its messages are unread. A waiting rank
+receives all arriving messages, so no order of messages deadlocks.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ LOOK_EVERY_S = 0.05
 
 
 Wait = Callable[[Callable[[], bool], Sequence[int], str, float], None]
-"""Calls a poll, which sleeps for a moment, until it returns True.
+"""Calls a poll, which itself sleeps briefly, until it returns True.
 
-Takes the poll, the ranks that are waited for, what for, and a deadline in seconds.
-Raises DeadlineError at the deadline, and CommunicationError where the poll raises
-RuntimeError: a rank is gone.
+Arguments: the poll, the awaited ranks, a description, and a deadline in seconds. Raises
+DeadlineError at the deadline, and CommunicationError if the poll raises RuntimeError
+because a rank is dead.
 """
 
 
 @final
 class PointToPoint:
-    """This rank's end of all messages.
+    """This rank's end of all message paths.
 
     Attributes:
-        memory: both directions to each rank that they reach; see `connect`.
-        devices: carries tensors of steps from device to device, if not None.
+        memory: shared memory of both directions, by rank; set by `connect`.
+        devices: transfers of steps' tensors between devices, or None.
     """
 
     def __init__(self, group: Any, rank: int, world_size: int, wait: Wait) -> None:
@@ -61,7 +61,7 @@ class PointToPoint:
         memory: dict[int, tuple[OutgoingMemory, IncomingMemory]],
         devices: DeviceMessages | None = None,
     ) -> None:
-        """Opens the ways to the other ranks; on all ranks, between two messages."""
+        """Opens the paths to the other ranks; a collective call between messages."""
         assert self._group is not None
         self.memory, self.devices = memory, devices
         partners = frozenset[int]() if devices is None else devices.partners
@@ -72,11 +72,11 @@ class PointToPoint:
             line.devices = devices if rank in partners else None
 
     def receive(self, address: Address, timeout_s: float) -> Message:
-        """Waits for a message.
+        """Waits for a message and returns it.
 
         Raises:
-            DeadlineError: it did not come in time.
-            CommunicationError: the connection broke.
+            DeadlineError: the message did not arrive in time.
+            CommunicationError: the connection failed.
         """
         inbox, tag = self._mailbox.inboxes[address.rank], address.tag
         self._wait(lambda: inbox.has(tag), address.rank, address.what, timeout_s)
@@ -88,25 +88,25 @@ class PointToPoint:
         return message
 
     def send(self, address: Address, message: Message, timeout_s: float) -> None:
-        """Sends; waits only while too many older messages have not been taken.
+        """Sends a message; waits only while too many older messages are unread.
 
         Raises:
-            DeadlineError: they were not taken in time.
-            CommunicationError: the connection broke.
+            DeadlineError: older messages were not read in time.
+            CommunicationError: the connection failed.
         """
         rank, tag = address.rank, address.tag
         devices = None if tag >= BETWEEN_STEPS else self.devices
         by_device = devices is not None and rank in devices.partners
         on_device = devices is not None and devices.serves(rank, message.tensors)
         packed = Packed(message, on_device)
-        # A step's messages to one rank take one way: they arrive in order.
+        # A step's messages to one rank use one path, so that they arrive in order.
         by_memory = rank in self.memory and not by_device
         way = self.memory[rank][0] if by_memory else self._lines[rank]
         what = f"room to send {address.what}"
         self._wait(lambda: way.send(tag, packed), rank, what, timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all that was sent has been taken."""
+        """Waits until all sent messages have been received."""
         memory = {rank: outgoing for rank, (outgoing, _) in self.memory.items()}
         for rank, way in (*self._lines.items(), *memory.items()):
             self._wait(
@@ -141,7 +141,7 @@ class PointToPoint:
             self._mailbox.is_waiting = False
 
     def _look(self, ready: Callable[[], bool], rank: int) -> bool:
-        """Sleeps for a moment unless `ready`; takes what comes meanwhile."""
+        """Sleeps briefly unless `ready`; receives messages meanwhile."""
         mailbox = self._mailbox
         until_s = time.monotonic() + LOOK_EVERY_S
         pause_s = SLEEP_S if self.memory else LOOK_EVERY_S
@@ -165,7 +165,7 @@ class PointToPoint:
                 mailbox.changed.wait(pause_s)
 
     def _read_memory(self) -> None:
-        """Takes the messages of all ranks: none waits for room forever."""
+        """Reads the messages of all ranks, so that no sender waits for room forever."""
         for rank, (_, incoming) in self.memory.items():
             for tag, message in incoming.read():
                 self._mailbox.inboxes[rank].append((tag, message))

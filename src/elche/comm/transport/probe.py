@@ -10,27 +10,26 @@ from elche.comm.transport.host_exchange import open_by_hosts
 from elche.comm.transport.process_group import Group
 
 FIRST_ELEMENTS = 1 << 12
-"""16 KiB: what a link of 10 Mbit/s carries in an eightieth of a second."""
+"""First message: 16 KiB, which takes 1/80 s at 10 Mbit/s."""
 PROBED_ELEMENTS = 1 << 20
-"""The longest message that is tried."""
+"""Elements of the longest message that is tried."""
 GROWTH = 8
 LONG_ENOUGH_S = 0.05
-"""A message that takes so long is not made longer."""
+"""Reduction time (s) from which messages are not made longer."""
 ROUNDS = 3
 MOST_S = 0.1
 """Time (s) after which no further round is started."""
 
 
 def probe_reduction_s(group: Group, numel: int) -> float:
-    """Seconds of one float32 reduction of ``numel`` elements, together with all ranks.
+    """Measures the seconds of a float32 reduction of ``numel`` elements; collective.
 
-    As gradients are summed: over hosts, inside them first.
+    Sums hierarchically over hosts, like gradients.
 
-    Messages grow until one takes a while, so that a slow link is not kept busy for
-    longer than it must. The quickest of a few of the longest counts: what the link
-    allows, not what it does while processes are still starting. What is left to
-    ``numel`` elements is scaled up, after the time of a message of one element has been
-    taken off: that is the link's latency, which a longer message has once as well.
+    Messages grow until one takes ``LONG_ENOUGH_S``, to limit the load on a slow link.
+    The quickest of a few rounds counts, since others may be slowed by starting
+    processes. For more elements than probed, the time is extrapolated: the latency,
+    measured with one element, counts once, and the rest scales with the size.
     """
     if group.world_size == 1:
         return 0.0
@@ -47,9 +46,9 @@ def probe_reduction_s(group: Group, numel: int) -> float:
 
 
 def _quickest(group: Group, numel: int, rounds: int = ROUNDS) -> tuple[float, float]:
-    """This rank's quickest reduction, and the least that all ranks' slowest took.
+    """Returns this rank's quickest time, and the minimum over rounds of the slowest.
 
-    All ranks know the second one, and decide by it alone.
+    The second value is the same on all ranks, so only it decides how to continue.
     """
     exchange = open_by_hosts(group, numel, torch.float32, torch.device("cpu"))
     quickest_s = slowest_s = float("inf")
@@ -58,7 +57,7 @@ def _quickest(group: Group, numel: int, rounds: int = ROUNDS) -> tuple[float, fl
         times = torch.zeros(group.world_size, dtype=torch.float64, device="cpu")
         times[group.rank] = taken_s
         group.all_reduce(times, "beginning a probe together")
-        if number:  # what they said of the round before
+        if number:  # times of the previous round
             last_s = float(times.max())
             slowest_s = min(slowest_s, last_s)
             spent_s += last_s

@@ -1,7 +1,7 @@
-"""elche's own process group: gloo on a chosen interface, never torch's default one.
+"""elche's own process group: gloo on a chosen interface, never torch's default group.
 
-The rendezvous runs over the control channel, so no further port is opened for it, and
-gloo listens on loopback unless an address is given.
+The rendezvous uses the control channel, so it needs no further port. gloo listens on
+loopback unless an address is given.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from elche.torch_internals.groups import gloo_options
 FORK_MAY_DEADLOCK = sys.version_info < (3, 10, 15) or (
     (3, 11) <= sys.version_info < (3, 11, 10)
 )
-"""True if a forked process hangs if another thread enters Python meanwhile.
+"""True if a forked process can hang when another thread enters Python meanwhile.
 
-python/cpython#112275: the lock of the list of threads stays locked in the child.
+python/cpython#112275: the lock of the thread list stays locked in the child.
 """
 LOOK_S = 0.005
 SPIN_S = 20e-6
 SLEEP_S = 50e-6
 CHECK_EVERY_S = 0.05
 KEPT_TENSORS = 16
-"""Collectives whose tensors are kept, so that gloo's threads do not free them."""
+"""Number of collectives whose tensors are kept, so gloo's threads do not free them."""
 
 
 class RendezvousChannel(Protocol):
     """Store in which the ranks of a group publish their addresses.
 
-    A control channel to the coordinator is one.
+    Implemented by the control channel to the coordinator.
     """
 
     def store_set(self, key: str, value: bytes) -> None:
         """Publishes a value for other ranks."""
 
     def store_get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for a value that a rank publishes; raises when none comes."""
+        """Waits for a value that a rank publishes; raises at the timeout."""
 
 
 class _ControlStore(dist.Store):
@@ -77,25 +77,25 @@ class _ControlStore(dist.Store):
 
 
 class _Alone:
-    """Torch's group object and the work it begins, for one rank: nothing travels."""
+    """Substitute for torch's group and work handle with one rank; sends nothing."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> _Alone:
-        """The sum is there."""
+        """Returns a completed work: the tensor is its own sum."""
         return self
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Alone:
-        """Returns the tensor: rank 0 is the only rank."""
+        """Returns a completed work: rank 0 is the only rank."""
         return self
 
     def is_completed(self) -> bool:
-        """At once."""
+        """Returns True: the work is complete from the start."""
         return True
 
     def wait(self) -> None:
         """Returns at once: there is no other rank."""
 
     def shutdown(self) -> None:
-        """Nothing was opened."""
+        """Does nothing: no connection was opened."""
 
 
 class Group:
@@ -103,17 +103,17 @@ class Group:
 
     Args:
         process_group: torch's group object.
-        rank: this rank.
-        world_size: ranks in the group.
+        rank: this rank's place in the group.
+        world_size: number of ranks in the group.
         timeout_s: deadline of a collective.
 
     Attributes:
-        devices: sums CUDA tensors without the host (`device_group`); else None.
-        host_leaders: sums between hosts (`host_exchange`), where all ranks may share
-            memory with others of their hosts; else None.
-        ranks: of the run, in the order of the group's; errors name these.
-        transfers: memory of messages from rank to rank that gloo may be working on.
-        exchanges: of encoded messages, those with a message under way.
+        devices: group for CUDA tensors (`device_group`), or None.
+        host_leaders: leaders for sums between hosts (`host_exchange`) if ranks share
+            memory within their hosts, or None.
+        ranks: ranks in the run by place in the group, for errors.
+        transfers: memory of rank-to-rank messages that gloo may be using.
+        exchanges: coded exchanges with a message in flight.
     """
 
     def __init__(
@@ -139,22 +139,22 @@ class Group:
 
     @property
     def transport(self) -> str:
-        """Name of the transport between its ranks."""
+        """Name of the transport between the group's ranks."""
         if self.world_size == 1:
             return "none, on one device"
         if self.devices is not None:
             return "NCCL"
-        is_one_host = len(set(self._hosts or ())) < 2  # as far as they have been named
+        is_one_host = len(set(self._hosts or ())) < 2  # True until hosts are known
         return "shared memory" if self.shares_host and is_one_host else "gloo"
 
     @property
     def has_ended(self) -> bool:
-        """True if it was closed, or left."""
+        """True if the group was closed or left."""
         return self._process_group is None
 
     @staticmethod
     def alone(timeout_s: float) -> Group:
-        """One rank: every call returns its input, without a thread or a socket."""
+        """Makes a group of one rank, without threads or sockets."""
         return Group(_Alone(), 0, 1, timeout_s)
 
     @staticmethod
@@ -169,21 +169,21 @@ class Group:
         """Forms the group with all ranks of a generation.
 
         Args:
-            channel: to the coordinator, where ranks find each other's addresses.
-            rank: this rank.
-            world_size: ranks of the group.
-            generation: names the group; another one for each group of the run.
+            channel: channel to the coordinator, used for the rendezvous.
+            rank: this rank's place in the group.
+            world_size: number of ranks of the group.
+            generation: name of the group, unique within the run.
             listen: address that gloo listens on.
-            timeout_s: deadline of forming it, and of a collective.
+            timeout_s: deadline of forming the group, and of a collective.
 
         Raises:
-            CommunicationError: the ranks did not come together in time.
+            CommunicationError: a rank did not join in time.
         """
         options = gloo_options(timedelta(seconds=timeout_s), listen)
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
         try:
             made = dist.ProcessGroupGloo(store, rank, world_size, options)
-        except CommunicationError:  # of the control channel: says more than gloo
+        except CommunicationError:  # the control channel's error is more precise
             raise
         except RuntimeError as error:
             raise CommunicationError(
@@ -193,17 +193,17 @@ class Group:
 
     @property
     def point_to_point(self) -> Any:
-        """Torch's group: its send and recv."""
+        """Torch's group, for send and recv."""
         return self._live
 
     def hosts(self) -> tuple[str, ...]:
-        """Names of the ranks' hosts; the first time with all ranks."""
+        """Returns the names of the ranks' hosts; the first call is collective."""
         if self._hosts is None:
             self._hosts = tuple(gather_texts(self, self.host, "naming hosts"))
         return self._hosts
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
-        """Begins the sum of ``tensor`` over all ranks, in place; see :meth:`wait`."""
+        """Begins an in-place all-reduce (sum) of ``tensor``; see :meth:`wait`."""
         live = self._live
         if self.devices is not None and tensor.is_cuda:
             return self.devices.all_reduce_async(tensor)
@@ -214,22 +214,22 @@ class Group:
         """Waits for a collective.
 
         Raises:
-            CommunicationError: it failed; the error names the failed rank if known.
+            CommunicationError: the collective failed; names the failed rank if known.
         """
         if isinstance(work, dist.Work):
             self._poll(work)
         try:
             work.wait()
-        except CommunicationError:  # a device's work has asked for the reason itself
+        except CommunicationError:  # a DeviceWork has found the reason already
             raise
         except RuntimeError as error:
             said = f"{what} failed on rank {self.ranks[self.rank]}: {error}"
             raise self.on_failure(said, ()) from error
 
     def _poll(self, work: dist.Work) -> None:
-        """Sleeps until gloo is through, and looks now and then whether to go on.
+        """Sleeps until a collective ends, and calls :attr:`check` periodically.
 
-        gloo ends a collective at its own deadline alone.
+        gloo itself ends a collective only at its own deadline.
         """
         pause = timedelta(seconds=CHECK_EVERY_S)
         while not work.is_completed():
@@ -248,12 +248,12 @@ class Group:
         """Waits for other ranks without a collective.
 
         Args:
-            ready: what is waited for.
-            what: that, in words.
-            missing: ranks that have not come, where that can be seen.
+            ready: returns True when the wait is over.
+            what: description of the wait for errors.
+            missing: returns the ranks that have not arrived, if known.
 
         Raises:
-            CommunicationError: the deadline passed; other errors say why the run ended.
+            CommunicationError: the deadline passed; :attr:`check` may raise others.
         """
 
         def late() -> list[int]:
@@ -266,14 +266,14 @@ class Group:
                 checked_s = now_s
                 try:
                     self.check()
-                except DeadlineError as error:  # who is late is seen here
+                except DeadlineError as error:  # the late ranks are known here
                     raise late_error(f"{error}; {what}", late()) from error
                 is_over = now_s - started_s > self.timeout_s
-                if is_over and (missing is None or late()):  # else it has just come
+                if is_over and (missing is None or late()):  # else it has just arrived
                     said = f"{what} did not end within {self.timeout_s:g} s"
                     said += f" on rank {self.ranks[self.rank]}"
                     raise self.on_failure(said, late())
-            if now_s - started_s > SPIN_S:  # holds no core for long
+            if now_s - started_s > SPIN_S:  # spin only briefly
                 time.sleep(SLEEP_S)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
@@ -281,25 +281,24 @@ class Group:
         self.wait(self.all_reduce_async(tensor), what)
 
     def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
-        """Copies one rank's ``tensor`` to all ranks, in place."""
+        """Broadcasts one rank's ``tensor`` to all ranks, in place."""
         live = self._live
         self._keep(tensor)
         self.wait(self._begun(live.broadcast(tensor, source)), what)
 
     def _begun(self, work: Any) -> Any:
-        """Knows what may be under way, for when the group is left."""
+        """Records a work that may be pending when the group is left."""
         self._works = [w for w in self._works if not w.is_completed()]
         self._works.append(work)
         return work
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        """Lets gloo's thread give ``tensor`` up without entering Python.
+        """Keeps a view so that gloo's thread releases ``tensor`` without the GIL.
 
-        The last reference of torch's to a tensor that Python holds is given up under
-        the interpreter's lock. gloo's thread does that just after the wait has ended,
-        when an epoch begins and the loader forks its workers: on a Python where
-        ``FORK_MAY_DEADLOCK`` one in some thousand never started. A view is one more
-        reference.
+        Dropping torch's last reference to a tensor that Python holds takes the GIL.
+        gloo's thread does that just after a wait, when an epoch begins and the loader
+        forks its workers. If ``FORK_MAY_DEADLOCK``, about one worker in some thousand
+        then hung. The view is one more reference.
         """
         if FORK_MAY_DEADLOCK:
             with torch.no_grad():
@@ -315,13 +314,14 @@ class Group:
         return self._process_group
 
     def at_close(self, end: Callable[[], None]) -> None:
-        """Ends what uses the group beside the training thread, before the group."""
+        """Registers a callback that runs before the group is closed or left."""
         self._at_close.append(end)
 
     def leave(self) -> None:
-        """Leaves the group to itself: a rank is gone, and collectives may never end.
+        """Leaves the group without closing it, since collectives may never end.
 
-        They are kept with their tensors: gloo waits for them when it ends a group.
+        Called when a rank has died. Pending works and their tensors are kept, because
+        gloo waits for them when it closes a group.
         """
         self._end_users()
         if self._process_group is not None and self.world_size > 1:
@@ -336,9 +336,9 @@ class Group:
             devices.close()
 
     def close(self) -> None:
-        """Ends the group. gloo aborts the interpreter's exit if it is left open."""
+        """Closes the group; an open gloo group aborts the interpreter's exit."""
         self._end_users()
-        # A collective that is kept would keep the connections open.
+        # A reference to a work would keep the connections open.
         self._works = []
         if self._process_group is not None:
             self._process_group.shutdown()
@@ -346,17 +346,20 @@ class Group:
 
 
 _left: list[tuple[Any, list[Any], Group]] = []
-"""With each group itself: memory that others send to is kept as long as that is."""
+"""Left groups with their works; the `Group` keeps memory that others send to."""
 
 
 def end_left_groups(timeout_s: float) -> bool:
-    """Ends groups that were left, as far as nothing is under way in them any more.
+    """Closes left groups that have no pending collectives.
 
-    A collective of a dead rank's neighbour fails at once, and the others' when that
-    one has ended its group: so it takes a moment, for which may be waited.
+    A collective fails at once on a dead rank's neighbors, and on other ranks when the
+    neighbors close their groups. So this may take a moment.
+
+    Args:
+        timeout_s: time to wait for pending collectives.
 
     Returns:
-        Whether all have ended.
+        True if all left groups have been closed.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -371,15 +374,15 @@ def end_left_groups(timeout_s: float) -> bool:
 
 
 def keep_left_groups() -> None:
-    """Keeps groups that hang past the interpreter's end, which would wait for them.
+    """Leaks hanging groups, so that the interpreter's exit does not wait for them.
 
-    As where a rank's machine neither answers nor ends its connections.
+    A group hangs if a rank's machine neither answers nor closes its connections.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_left))
 
 
 def late_error(text: str, missing: Sequence[int]) -> CommunicationError:
-    """The error of a wait that failed; ``missing`` are the ranks that did not come."""
+    """Makes the error of a failed wait; ``missing`` are the ranks that timed out."""
     if not missing:
         return CommunicationError(text)
     names = ", ".join(map(str, missing))
@@ -391,7 +394,7 @@ def _nothing() -> None:
 
 
 def gather_texts(group: Group, text: str, what: str) -> list[str]:
-    """Every rank's text, in the order of ranks."""
+    """Gathers every rank's text in rank order; a collective call."""
     raw = text.encode()
     lengths = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     lengths[group.rank] = len(raw)

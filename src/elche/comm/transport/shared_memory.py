@@ -1,7 +1,7 @@
-"""Memory that all ranks of one host map.
+"""Anonymous memory that all ranks of one host map.
 
-It has no name, so nothing is left behind however the ranks end; only processes of the
-same user can open it.
+It has no name, so nothing remains however the ranks end. Only processes of the same
+user can open it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _TOKEN = struct.Struct("q")
 
 
 def aligned(size_bytes: int) -> int:
-    """The size, rounded up to whole cache lines."""
+    """Rounds a size up to whole cache lines."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def map_together(group: Group, size_bytes: int, source: int = 0) -> mmap.mmap | None:
-    """Memory of one rank that others map, zeroed; None if one of them cannot.
+    """Maps zeroed memory of one rank on several; a collective call.
 
-    Must be called by all ranks of the group. If it gives None, the group's
-    ``shares_host`` is False from then on.
+    Returns None if any rank cannot map it; then the group's ``shares_host`` becomes
+    False.
 
     Args:
-        group: the process group.
-        size_bytes: of the memory.
-        source: place of the rank whose memory it is: the same for all, or for all of a
-            host.
+        group: process group of all ranks.
+        size_bytes: size of the memory.
+        source: place of the rank that creates the memory: the same for all ranks, or
+            for all ranks of a host.
     """
     descriptor, token = -1, 0
     if group.rank == source:
@@ -57,7 +57,7 @@ def map_together(group: Group, size_bytes: int, source: int = 0) -> mmap.mmap | 
         memory = _map(pid, number, token, size_bytes) if same_host else None
         missing = torch.tensor([int(memory is None)], device="cpu")
         group.all_reduce(missing, "agreeing on shared memory")
-    finally:  # also where a rank dies meanwhile
+    finally:  # also if a rank dies meanwhile
         if descriptor >= 0:
             os.close(descriptor)
     if int(missing):
@@ -79,18 +79,18 @@ def _map(pid: int, descriptor: int, token: int, size_bytes: int) -> mmap.mmap | 
 
 
 def open_memory(pid: int, descriptor: int, token: int, place: int) -> int | None:
-    """Opens the memory that another process holds; None if it is not that one.
+    """Opens another process's memory; None if it cannot be opened or does not match.
 
-    The token tells it from a file that happens to be there on another host.
+    The token distinguishes it from an unrelated file, e.g. on another host.
 
     Args:
-        pid: of the process that made it.
-        descriptor: its number there.
-        token: that it wrote...
-        place: ...at this byte.
+        pid: ID of the process that created the memory.
+        descriptor: descriptor of the memory in that process.
+        token: token that the process wrote to the memory.
+        place: byte offset of the token.
 
     Returns:
-        A descriptor, for the caller to close.
+        A descriptor, which the caller closes.
     """
     try:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
@@ -104,16 +104,16 @@ def open_memory(pid: int, descriptor: int, token: int, place: int) -> int | None
 
 
 def new_memory(size_bytes: int) -> tuple[int, int]:
-    """Memory without a name, with a token behind it.
+    """Creates anonymous memory, followed by a token.
 
     Args:
-        size_bytes: where the token stands.
+        size_bytes: size of the memory, and offset of the token.
 
     Returns:
-        Its descriptor, and the token.
+        The descriptor and the token.
 
     Raises:
-        OSError: there is none.
+        OSError: the memory cannot be created.
     """
     token = secrets.randbits(62)
     descriptor = os.memfd_create("elche")
@@ -127,10 +127,10 @@ def new_memory(size_bytes: int) -> tuple[int, int]:
 
 
 def host_number() -> int:
-    """Tells hosts apart: a pid means another process on another one."""
+    """Returns a number for this host: process IDs are only valid on one host."""
     return zlib.crc32(host_name().encode())
 
 
 def may_share_memory() -> bool:
-    """True if there is such memory, and other cores see writes to it in order."""
+    """True if the system has anonymous memory, and cores see writes in order."""
     return platform.machine() in ORDERED_MACHINES and hasattr(os, "memfd_create")

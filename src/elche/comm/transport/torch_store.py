@@ -1,8 +1,8 @@
-"""torch's own rendezvous in a run of ours: `init_process_group()` without a URL.
+"""Rendezvous for the user's `init_process_group()` without a URL.
 
-torch's store takes every interface unless it is handed a listening socket, and to
-import torch costs seconds that most launchers need not spend. So the launcher holds a
-socket on loopback, and the store takes it over when a client connects.
+torch's store listens on every interface unless it gets a listening socket. Importing
+torch takes seconds, and most launchers do not need it. So the launcher opens a socket
+on loopback and starts the store on it when a client connects.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ HOST = "127.0.0.1"
 class TorchStore:
     """A store for torch's process groups, open to every process that reaches it.
 
-    elche's own groups meet at the coordinator instead.
+    elche's own groups use the coordinator for rendezvous instead.
 
     Args:
-        host: address of this host that it listens on.
+        host: address of this host that the store listens on.
 
     Attributes:
-        is_used: a client has connected.
+        is_used: True once a client has connected.
     """
 
     def __init__(self, host: str = HOST) -> None:
@@ -40,7 +40,7 @@ class TorchStore:
         asyncio.get_running_loop().add_reader(self._listener, self._serve)
 
     def environment(self) -> dict[str, str]:
-        """Environment variables that make torch use this store."""
+        """Returns environment variables that make torch use this store."""
         return {
             "MASTER_ADDR": self._host,
             "MASTER_PORT": str(self._port),
@@ -54,10 +54,10 @@ class TorchStore:
             self._listener.close()
         else:
             await asyncio.wait([self._serving])
-            self._serving = None  # with it goes the store
+            self._serving = None  # the task held the store
 
     def _serve(self) -> None:
-        """A client waits: a store accepts it, imported in a thread."""
+        """Starts the store for the first client, importing torch in a thread."""
         self.is_used = True
         asyncio.get_running_loop().remove_reader(self._listener)
         starting = asyncio.to_thread(

@@ -1,18 +1,18 @@
 """Gradients packed into buckets: the messages in which they are reduced.
 
 A bucket holds parameters of one dtype and device, in the order in which their
-gradients appear, up to a capacity; a parameter larger than that has one of its own. Its
-message is their gradients one after the other and a flag per parameter, raised by every
-rank that has a gradient for it: what no rank has stays without one.
+gradients appear, up to a capacity; a larger parameter gets its own bucket. Its message
+is the concatenated gradients and a flag per parameter, set by every rank that has a
+gradient for it. A parameter without a gradient on any rank stays without one.
 
-With a codec gradients travel encoded, through host memory, and flags and the factor as
-they are. What encoding takes off is kept (:meth:`Bucket.settle`) and goes with the next
-pass, unless this one comes to nothing.
+With a codec, gradients are sent encoded through host memory, flags and factor
+unencoded. The encoding error is kept (:meth:`Bucket.settle`) and added to the next
+pass, unless this pass is discarded.
 
-The memory of a sum is lent to ``p.grad``. As with the gradients that autograd
-allocates, whoever keeps one keeps its memory, and where a loop drops them in every step
-one piece serves all steps. It lies outside of malloc's heap, in which pieces of this
-size leave holes when buckets are made anew.
+The memory of a sum is lent to ``p.grad``. As with autograd's gradients, a kept gradient
+keeps its memory; if a loop drops gradients in every step, one piece serves all steps.
+The memory is outside of malloc's heap, where pieces of this size would leave holes when
+buckets are rebuilt.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class PassOptions:
     """Options of packing, sending and returning gradients.
 
     Attributes:
-        cap_bytes: most bytes of gradients in a bucket.
-        keeps_strides: in a message a parameter lies as in memory, and ``p.grad``
-            becomes a view of the reduced bucket; False, for ranks of other memory
-            formats: as its shape says, and the sum is copied into the gradient.
-        codec: how float32 and half precision gradients travel, with error feedback.
-        delayed: all buckets are sent at the end of backward, and their sums published
+        cap_bytes: bucket capacity in bytes of gradients.
+        keeps_strides: True to lay out messages by the parameters' strides, so that
+            ``p.grad`` becomes a view of the bucket. False, if ranks differ in memory
+            formats: contiguous, and the sum is copied into the gradient.
+        codec: codec of float32 and half-precision gradients, with error feedback.
+        delayed: True to send all buckets at the end of backward, and publish their sums
             at the end of the next pass.
-        keeps_sums: a sum is kept as it came until the next one has, for ranks that lack
-            it when another has died.
+        keeps_sums: True to keep a copy of each sum until the next, for ranks that lack
+            it after another rank's death.
     """
 
     cap_bytes: int
@@ -63,16 +63,16 @@ class PassOptions:
 
 @final
 class BucketLayout:
-    """Gradients one after the other, and a flag of each.
+    """Layout of a message: concatenated gradients, and a flag per gradient.
 
     Args:
-        parameters: of one dtype, in the order of their gradients.
-        keeps_strides: a gradient lies in the message as its parameter in memory; False:
-            as its shape says.
+        parameters: parameters of one dtype, in the order of their gradients.
+        keeps_strides: True to lay out gradients by their parameters' strides, False:
+            contiguous.
 
     Attributes:
-        dtype: of the message: a complex number travels as two real ones.
-        numel: of the message.
+        dtype: dtype of the message; a complex number is sent as two real numbers.
+        numel: number of elements of the message.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class BucketLayout:
         self.numel = sum(self._sizes)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A view per parameter, shaped like it, and the flags."""
+        """Returns a view per parameter, shaped like it, and the flags."""
         *parts, flags = flat.split(self._sizes)
         if self._is_plain:  # quick: lent memory is laid out in every pass
             return [*map(torch.Tensor.view, parts, self._shapes), flags]
         return [*self._shaped(parts), flags]
 
     def parts(self, residual: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A flat view per parameter of a residual, which lies as the gradients do."""
+        """Splits a residual, laid out like the gradients, into a flat view for each."""
         return torch.split(residual, self._sizes[:-1])
 
     def shaped_parts(self, residual: torch.Tensor) -> list[torch.Tensor]:
-        """The same, shaped like the parameters."""
+        """Splits a residual into views shaped like the parameters."""
         return self._shaped(self.parts(residual))
 
     def _shaped(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -113,12 +113,12 @@ class BucketLayout:
 
 @final
 class SumMemory:
-    """Pieces of private memory for the sums of one bucket.
+    """Pool of private memory for the sums of one bucket.
 
     Args:
-        numel: elements of a sum.
-        dtype: of the sum.
-        device: of the sum; torch's own allocator lends what is not the host's.
+        numel: number of elements of a sum.
+        dtype: dtype of a sum.
+        device: device of a sum; other devices than the CPU use torch's allocator.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -126,10 +126,10 @@ class SumMemory:
         self._lent: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
 
     def lend(self) -> torch.Tensor:
-        """Memory that no tensor uses any more, or new one; its contents are arbitrary.
+        """Returns unused or new memory with arbitrary contents.
 
         A tensor's storage holds the memoryview that it was made from, and every view
-        of the tensor its storage.
+        of the tensor holds its storage; so a dead memoryview means unused memory.
         """
         if self._device.type != "cpu":
             return torch.empty(self._numel, dtype=self._dtype, device=self._device)
@@ -151,17 +151,17 @@ class SumMemory:
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters reduced in one message, with views of what is sent and summed.
+    """Parameters reduced in one message, with views of contribution and sum.
 
     Attributes:
-        parameters: in the order of their gradients.
-        exchange: carries the message, from :meth:`open` on.
+        parameters: parameters in the order of their gradients.
+        exchange: transport of the message, set by :meth:`open`.
         sent: per side of the exchange, a view of the contribution per parameter.
-        summed: a view of the last sum per parameter, and the flags. Without a codec it
-            lies in memory that is lent to whoever has a view.
-        pending: parameters whose gradient has not come in this pass.
-        missing: this rank sent no gradient for some of them in this pass.
-        kept: the last sum as it came, where ranks may die; or None.
+        summed: a view of the last sum per parameter, and the flags. Without a codec
+            its memory is lent out as long as a view exists.
+        pending: places of parameters without a gradient yet in this pass.
+        missing: True if this rank lacked a gradient in this pass.
+        kept: unmodified copy of the last sum if ranks may die, else None.
     """
 
     parameters: list[nn.Parameter]
@@ -182,24 +182,24 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its gradients."""
+        """Size of the bucket's gradients in bytes."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def extra_bytes(self, kept: int) -> int:
-        """Bytes that it holds beside the gradients of plain training.
+        """Bytes that the bucket needs in addition to plain training's gradients.
 
-        A share of the memory in which ranks sum is counted as what this rank sends.
+        Shared memory is counted only with this rank's contribution.
 
         Args:
-            kept: copies that are kept into the next pass where sums replace what is
-                sent: this rank's own gradients, or the sums of the pass before.
+            kept: number of copies kept into the next pass if sums replace the
+                contribution: own gradients, or the previous pass's sums.
         """
         kept += self.kept is not None
         copies = len(self.sent) if self._sums_apart else self._staged + kept
         return (1 + copies) * self.size_bytes + self.exchange.extra_bytes
 
     def open(self, group: Group, options: PassOptions) -> None:
-        """Makes the exchange, together with all ranks."""
+        """Opens the exchange; a collective call."""
         first, staged = self.parameters[0], False
         self._layout = BucketLayout(
             self.parameters, keeps_strides=options.keeps_strides
@@ -217,7 +217,7 @@ class Bucket:
             )
             assert isinstance(exchange, CodedExchange)
             self._coded = exchange
-        elif options.delayed:  # none would drive leaders' sums between two passes
+        elif options.delayed:  # hosts' leaders could not progress between two passes
             exchange = open_exchange(group, numel, dtype, device, shared_sides=SIDES)
         else:
             sums = 2 if options.keeps_sums else 1
@@ -237,7 +237,7 @@ class Bucket:
             self.sent.append(self._layout.views(sent))
 
     def _lay_message(self) -> None:
-        """Places the next message and its sum in memory that no gradient views."""
+        """Allocates the next message and sum in memory that no gradient views."""
         self._flat, self.sent, self.summed, self._total = [], [], [], None
         if self._staged:
             sent = self._lender.lend()
@@ -248,7 +248,7 @@ class Bucket:
 
     @torch.no_grad()
     def send(self, side: int, scale: float) -> None:
-        """Sends this rank's gradients times ``scale``; 0 sends zeros in any case."""
+        """Sends this rank's gradients times ``scale``; 0 sends zeros, even for NaN."""
         self.summed, self._total = [], None  # its memory may be lent again
         if not self._sums_apart:
             self._lay_message()
@@ -278,7 +278,7 @@ class Bucket:
         """Waits until :attr:`summed` holds the sum over all ranks.
 
         Raises:
-            CommunicationError: it failed, or a rank did not arrive in time.
+            CommunicationError: the reduction failed, or a rank timed out.
         """
         if self._is_summed:
             return
@@ -300,26 +300,26 @@ class Bucket:
         self._is_summed = True
 
     def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
-        """Gives the last sum to whoever lacks it; with all ranks of another group.
+        """Copies the last sum to ranks that lack it; collective in a new group.
 
-        In one shared memory it is still there to be summed, for nobody writes anything
-        else before all have taken it: that is left to :meth:`finish`. Of several hosts
-        one may be a pass ahead.
+        In shared memory :meth:`finish` can still form the sum, since no rank overwrites
+        its contribution before all have the sum. With several hosts, one may be a pass
+        ahead, so the sum is broadcast.
 
         Args:
-            group: of ranks that live.
-            source: place of one that has it, as it was before ``p.grad`` was changed.
-            lacks: this rank has not.
+            group: group of the survivors.
+            source: place of a rank that has the unmodified sum.
+            lacks: True if this rank lacks the sum.
         """
         last = self.kept
         if last is None and isinstance(self.exchange, HostExchange):
             last = self.exchange.last_sum
-        if last is None:  # all ranks can still form it
+        if last is None:  # all ranks can still form the sum
             return
         kept = last.to("cpu", copy=lacks)  # gloo may still write into the last
         group.broadcast(kept, WHAT, source)
         if lacks:
-            if self.kept is None:  # its host may never get it
+            if self.kept is None:  # this host may never receive the sum
                 self.kept = torch.empty_like(last)
             self.kept.copy_(kept)
             self._total, self._is_summed = kept.to(last.device), True
@@ -327,18 +327,18 @@ class Bucket:
 
     @property
     def is_finite(self) -> bool:
-        """False if an encoded sum of this pass is not."""
+        """False if this pass's encoded sum contains NaN or Inf."""
         return self._coded is None or self._coded.is_finite
 
     def settle(self, *, keeps: bool) -> None:
-        """Adopts the residual of an encoded sum, unless its pass comes to nothing.
+        """Commits an encoded sum's residual, or rolls it back if not ``keeps``.
 
-        A parameter that no rank used keeps its residual: its sum is dropped.
+        A parameter that no rank used keeps its old residual, as its sum is dropped.
         """
         coded = self._coded
         if coded is None:
             return
-        # The rank that ends the group first takes nothing from others then.
+        # So a rank that closes the group first cannot disturb the others.
         coded.flush(WHAT)
         if not keeps:
             coded.rollback()
@@ -351,14 +351,14 @@ class Bucket:
             after[index].copy_(before[index])
 
     def residuals(self) -> list[torch.Tensor]:
-        """Residual of each parameter, flat as its shape; none without a codec."""
+        """Copies each parameter's residual, flat in shape order; [] without a codec."""
         if self._coded is None:
             return []
         left = self._coded.residual.clone()
         return [part.reshape(-1) for part in self._layout.shaped_parts(left)]
 
     def load_residuals(self, left: Sequence[torch.Tensor]) -> None:
-        """Continues from those of other buckets."""
+        """Loads residuals that come from other buckets."""
         if self._coded is not None:
             residual = torch.cat(list(left))
             for into, part in zip(
@@ -369,19 +369,19 @@ class Bucket:
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Multiplies the sums."""
+        """Multiplies the sums, but not the flags, by a factor."""
         assert self._total is not None
         self._total[: -len(self.parameters)].mul_(factor)
 
     def used(self) -> list[bool]:
-        """Per parameter, whether any rank sent a gradient for it."""
+        """Returns a bool per parameter: True if any rank sent a gradient for it."""
         if not self.missing:  # reading flags waits for a device
             return [True] * len(self.parameters)
         return [flag != 0.0 for flag in self.summed[-1].tolist()]
 
 
 def give_back_freed() -> None:
-    """Has malloc return what is free inside its heap, where it can (glibc)."""
+    """Returns malloc's free memory to the system, under glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -390,7 +390,7 @@ def give_back_freed() -> None:
 def _shaped_like(
     flat: torch.Tensor, parameter: torch.Tensor, *, strided: bool
 ) -> torch.Tensor:
-    """A view of ``flat`` with the parameter's shape, and its strides if dense."""
+    """View of ``flat`` with the parameter's shape, and with its strides if dense."""
     if parameter.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     if not strided or parameter.is_contiguous() or not _is_dense(parameter):

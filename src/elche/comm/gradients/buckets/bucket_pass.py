@@ -1,16 +1,15 @@
 """One reduction of a model's gradients per backward pass, bucket by bucket.
 
-Buckets are filled in the order in which gradients appear (guessed as the reverse of
-definition, then as observed in the first backward) and reduced as soon as they are
-full, so that all but the last overlap with backward. What is not full when backward
-ends (a parameter without a gradient) goes then, so no rank waits for it.
+Buckets are filled in the order in which gradients appear (reverse order of definition
+at first, then as observed in the first backward). They are reduced as soon as they are
+full, so that all but the last overlap with backward. Incomplete buckets (a parameter
+without a gradient) are sent at the end of backward, so no rank waits for them.
 
-Reductions are out of place: what a rank has stays untouched until every bucket has
-arrived, and what it sent until all ranks have all sums: where a sum is formed in what
-was sent, this rank's own gradients stay until the first sum of the next pass is there,
-to which every rank has sent after it had all sums of this one. A sum lies in memory
-that is lent anew in every pass, so a gradient that is accumulated into a view of one is
-read while the next is reduced.
+Reductions are out of place. A rank's gradients stay untouched until every bucket has
+arrived, and its contributions until all ranks have all sums. If a sum is formed in the
+contribution's memory, the rank's own gradients are kept until the first sum of the next
+pass: every rank contributes to that only after it has all sums of this pass. Each
+pass's sums lie in newly lent memory, so a view of an old sum stays readable meanwhile.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class Phase(Enum):
     BROKEN   a reduction has failed              nothing: the ranks may differ
     =======  ==================================  =================================
 
-    A backward pass that raises never ends: its pass stays OPEN, which the owner refuses
-    unless it rewinds it. A death while CLOSING leads back to CLOSING in the next group,
-    or to TAKEN if a survivor has all sums.
+    A backward pass that raises stays OPEN; the owner refuses it unless it rewinds it. A
+    rank's death while CLOSING leads back to CLOSING in the next group, or to TAKEN if a
+    survivor has all sums.
     """
 
     IDLE = "no pass"
@@ -73,26 +72,26 @@ class Phase(Enum):
 
 
 class BucketPass(ABC):
-    """Buckets, hooks and the passes over them; a subclass weighs them.
+    """Buckets, hooks and the passes over them; a subclass defines the weights.
 
     Args:
-        parameters: trainable, each once, as defined.
-        names: their names.
-        group: the process group.
-        options: how gradients are packed and sent.
-        reduced: records which gradients are sums.
-        weights: of this rank's gradients.
+        parameters: trainable parameters, each once, in order of definition.
+        names: names of the parameters.
+        group: process group of all ranks.
+        options: options of packing and sending.
+        reduced: record of the gradients that are sums.
+        weights: weights of this rank's gradients.
 
     Attributes:
-        parameters: as given.
-        weights: of this rank's gradients, set up before :meth:`attach`.
+        parameters: trainable parameters, in order of definition.
+        weights: weights of this rank's gradients, set up before :meth:`attach`.
         order: indices of the parameters in the order of reduction.
-        backward_passes: passes reduced so far.
-        closed_passes: of them, those whose sums this rank has.
-        on_lost: forms another group where a rank has died, and continues in it; None:
-            there can be no other.
-        wait_s: seconds of this step in which nothing but other ranks was waited for.
-        has_sums: whether the last pass has published sums.
+        backward_passes: number of passes begun so far.
+        closed_passes: number of passes whose sums this rank has.
+        on_lost: callback that regroups the survivors after a rank's death; None: the
+            reduction fails.
+        wait_s: seconds of this step spent only on waiting for other ranks.
+        has_sums: True if the last pass has published sums.
     """
 
     def __init__(
@@ -131,35 +130,35 @@ class BucketPass(ABC):
 
     @abstractmethod
     def open_pass(self) -> float:
-        """A pass begins; returns what this rank's gradients are multiplied by."""
+        """Opens a pass; returns the factor of this rank's gradients."""
 
     @abstractmethod
     def close_pass(self) -> float:
-        """All sums are here; agrees with all ranks on what they are multiplied by."""
+        """Closes a pass that has all sums; agrees on their factor and returns it."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """In order of reduction."""
+        """Buckets in order of reduction."""
         return self._queue.buckets
 
     @property
     def extra_bytes(self) -> int:
-        """Memory of the buckets, beside the gradients of plain training."""
+        """Bytes of the buckets in addition to plain training's gradients."""
         kept = int(self._options.keeps_strides or self._options.delayed)
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     @property
     def is_delayed(self) -> bool:
-        """True if sums come one pass later."""
+        """True if sums are published one pass later."""
         return self._late is not None
 
     def delay(self) -> None:
-        """Sums come one pass later, with the next one's end; before :meth:`attach`."""
+        """Delays sums to the end of the next pass; call before :meth:`attach`."""
         self._options = replace(self._options, delayed=True)
         self._late = LateSums(self.parameters)
 
     def attach(self) -> None:
-        """Allocates buckets, together with all ranks, and hooks every parameter."""
+        """Allocates buckets and hooks every parameter; a collective call."""
         self._build(range(len(self.parameters))[::-1])
         self._hooks.attach(partial(self._on_gradient, weakref.ref(self)))
 
@@ -172,13 +171,13 @@ class BucketPass(ABC):
         self._queue.build(self.parameters, self.order, self._group, self._options)
 
     def drain(self) -> bool:
-        """Waits for the sums that are under way, with all ranks, between two steps.
+        """Waits for delayed sums between two steps; a collective call.
 
         Returns:
-            Whether ``p.grad`` is one now.
+            True if sums were published in ``p.grad``.
 
         Raises:
-            CommunicationError: it failed, or a rank did not arrive in time.
+            CommunicationError: the reduction failed, or a rank timed out.
         """
         if self._late is None or not self._late.are_owed:
             return False
@@ -190,7 +189,7 @@ class BucketPass(ABC):
         return True
 
     def run_without_backward(self) -> None:
-        """A whole pass with the gradients that are there."""
+        """Runs a whole pass with the current gradients."""
         self._open()
         self._close()
 
@@ -207,11 +206,11 @@ class BucketPass(ABC):
 
     @staticmethod
     def _on_gradient(of: weakref.ref[BucketPass], parameter: torch.Tensor) -> None:
-        """Hook of a parameter, which may live longer than its wrapper."""
+        """Handles a new gradient; the hook may outlive its wrapper."""
         self = of()
         index = None if self is None else self._index.get(id(parameter))
         if self is None or index is None:
-            return  # what a hook before returned, which torch refuses after all of them
+            return  # not a parameter but an earlier hook's result, which torch refuses
         if self.weights.part is None:
             self._reduced.strays.add(id(parameter))
             return
@@ -225,9 +224,10 @@ class BucketPass(ABC):
             self._take(index, is_undefined)
 
     def _begin(self, index: int) -> bool:
-        """Backward brings its first gradient; False if hooks of the user's follow it.
+        """Begins a pass at its first gradient; False if a user hook still follows.
 
-        They were registered since the step began. On other parameters they run first.
+        That hook was registered after the step began. On other parameters user hooks
+        run first.
         """
         if self._phase is not Phase.REWOUND:
             self._open()
@@ -236,10 +236,10 @@ class BucketPass(ABC):
         return self._hooks.keep_last(index)
 
     def _take(self, index: int, is_undefined: bool) -> None:
-        """Counts a gradient; its bucket is sent when none is pending.
+        """Counts a gradient, and sends its bucket once none is pending.
 
         Raises:
-            ConfigError: it cannot be reduced.
+            ConfigError: the gradient cannot be reduced.
         """
         gradient = self.parameters[index].grad
         if gradient is not None or not is_undefined:
@@ -277,9 +277,9 @@ class BucketPass(ABC):
             raise
 
     def _enter(self) -> None:
-        """Opens the pass when all ranks have taken the last sums.
+        """Opens the pass once all ranks have read the last sums.
 
-        Again in the next group, where ranks die meanwhile.
+        Retries in the next group if ranks die meanwhile.
         """
         while self._phase is not Phase.TAKEN:
             try:
@@ -295,7 +295,7 @@ class BucketPass(ABC):
             self.on_lost()
 
     def _on_end(self) -> None:
-        """End of a backward pass."""
+        """Closes the pass at the end of backward."""
         if self._phase is not Phase.OPEN:  # it was rewound
             return
         if self._deferred is not None:
@@ -304,7 +304,7 @@ class BucketPass(ABC):
         self._close()
 
     def _close(self) -> None:
-        """Reduces what is left, waits, and publishes the sums."""
+        """Reduces remaining buckets, waits, and publishes the sums."""
         self._phase = Phase.CLOSING
         self.has_sums = True
         try:
@@ -324,9 +324,9 @@ class BucketPass(ABC):
             self._order.refuse_late()
 
     def _close_now(self) -> None:
-        """Sends what is left, waits for all sums, and publishes them.
+        """Sends remaining buckets, waits for all sums, and publishes them.
 
-        Repeats without ranks that die meanwhile, or copies another rank's sums.
+        If ranks die meanwhile, repeats without them or copies a survivor's sums.
         """
         started_s, factor = time.perf_counter(), None
         while self._phase is not Phase.TAKEN:
@@ -365,9 +365,9 @@ class BucketPass(ABC):
         holds all of them, the pass is reduced again from the kept gradients.
 
         Args:
-            group: of the survivors.
+            group: group of the survivors.
             source: place of a rank with the last pass's sums; None: all have them.
-            lacks: this rank does not have those sums.
+            lacks: True if this rank lacks those sums.
             factor: factor of the sums.
         """
         if source is not None:
@@ -382,7 +382,7 @@ class BucketPass(ABC):
         self._group = group
         if self._order.is_alike(group):  # by now all have the sums of the last pass
             self._build(self.order)
-        else:  # some ranks have not come to it
+        else:  # some ranks have not agreed on the order yet
             self._order.is_agreed = False
             self._build(range(len(self.parameters))[::-1])
 
@@ -391,10 +391,10 @@ class BucketPass(ABC):
         self._broken = str(error).splitlines()[0]
 
     def _end_first(self) -> None:
-        """Agrees on the order in which gradients appeared, on the first rank with any.
+        """Agrees on the order of gradients observed by the first rank with any.
 
-        Buckets that went before all their gradients had come, on any rank, go again:
-        everybody has taken the first sum when this has been agreed on.
+        Buckets sent before all their gradients had arrived, on any rank, are sent
+        again. After the agreement all ranks have read the first sum.
         """
         self._next_order = None
         late, order = self._order.agree(self._group)
@@ -404,10 +404,10 @@ class BucketPass(ABC):
             self._next_order = order
 
     def _reorder(self, order: Sequence[int]) -> None:
-        """Rebuilds the buckets, when all ranks have closed the first pass.
+        """Rebuilds the buckets once all ranks have closed the first pass.
 
-        Its sums lie in the old ones, where a rank that lacks them takes them over. If
-        a rank dies here, the order is observed anew.
+        Until then, a rank that lacks the sums can copy them from the old buckets. If a
+        rank dies here, the order is observed again.
         """
         try:
             closed = torch.zeros(1, device="cpu")

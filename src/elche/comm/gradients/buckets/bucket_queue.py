@@ -1,11 +1,11 @@
 """Buckets of one model in the order of reduction; their sums become ``p.grad``.
 
-The order is that of the gradients of a pass, observed in the first, then expected. A
-parameter usually gets one gradient in a pass. It gets several where it is used in
-several segments of reentrant activation checkpointing, each of which accumulates for
-itself, and none where a branch was not taken. A bucket that goes before the last one
-has come lacks it. The last gradient of a layer that is used again and again comes near
-the pass's end, so waiting for that costs little.
+The order is that of the gradients in the first pass. A parameter usually gets one
+gradient in a pass. It gets several if it is used in several segments of reentrant
+activation checkpointing, each of which accumulates separately, and none if a branch was
+not taken. A bucket sent before a parameter's last gradient lacks that gradient. The
+last gradient of a reused layer comes near the pass's end, so waiting for it costs
+little.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WHAT = "the reduction of gradients"
 
 @dataclass(slots=True)
 class Reduced:
-    """Record of the gradients that are sums of ranks, by ids of parameters.
+    """Record of the gradients that are sums over ranks, by parameter ID.
 
     Attributes:
-        given: what the last pass that was reduced left each parameter with.
-        passes: such passes so far.
-        strays: parameters that another pass has come to since.
+        given: gradient of each parameter after the last reduced pass.
+        passes: number of reduced passes so far.
+        strays: parameters that got a gradient in an unreduced pass since.
     """
 
     given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
@@ -42,21 +42,21 @@ class Reduced:
     strays: set[int] = field(default_factory=set)
 
     def is_given(self, parameter: nn.Parameter) -> bool:
-        """True if ``p.grad`` is what the last pass published."""
+        """True if ``p.grad`` is the gradient that the last pass published."""
         given = self.given.get(id(parameter))
         return given is not None and given() is parameter.grad is not None
 
 
 @final
 class BucketQueue:
-    """Buckets, and how many of them have been sent and summed in a pass.
+    """Buckets, and the progress of sending and summing them in a pass.
 
     Attributes:
-        buckets: in order of reduction.
-        places: bucket of each parameter by its index, and its place in that.
-        side: of the exchanges that this pass uses.
-        sent: buckets of this pass.
-        summed: of them, those whose sums are here.
+        buckets: buckets in order of reduction.
+        places: bucket and place in the bucket of each parameter, by its index.
+        side: side of the exchanges that this pass uses.
+        sent: number of buckets sent in this pass.
+        summed: number of buckets summed in this pass.
     """
 
     def __init__(self, reduced: Reduced) -> None:
@@ -75,7 +75,7 @@ class BucketQueue:
         group: Group,
         options: PassOptions,
     ) -> None:
-        """Rebuilds the buckets; a collective call. A codec's residuals stay."""
+        """Rebuilds the buckets and keeps a codec's residuals; a collective call."""
         left = self.residuals()
         self._as_views = options.keeps_strides
         self.buckets = make_buckets([parameters[at] for at in order], options.cap_bytes)
@@ -89,7 +89,7 @@ class BucketQueue:
         self.load_residuals(left)
 
     def residuals(self) -> dict[int, torch.Tensor]:
-        """Residuals of a codec, flat, by their parameters' ids."""
+        """Returns a codec's flat residuals by parameter ID."""
         pairs = [
             pair
             for bucket in self.buckets
@@ -98,37 +98,37 @@ class BucketQueue:
         return {id(parameter): left for parameter, left in pairs}
 
     def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:
-        """Continues from the residuals of other buckets."""
+        """Loads residuals that come from other buckets."""
         for bucket in self.buckets:
             known = [left[id(p)] for p in bucket.parameters if id(p) in left]
             if known:
                 bucket.load_residuals(known)
 
     def begin(self) -> None:
-        """A pass begins: nothing of it has been sent."""
+        """Resets the queue at the begin of a pass."""
         self.side = 1 - self.side
         self.sent = self.summed = 0
         self.expect()
 
     def expect(self) -> None:
-        """All parameters may receive a gradient in this pass."""
+        """Marks all parameters as pending."""
         for bucket in self.buckets:
             bucket.pending = set(range(len(bucket.parameters)))
 
     def reclaim(self) -> None:
-        """Waits until all ranks have taken what was summed last."""
+        """Waits until all ranks have read the last sums."""
         for bucket in self.buckets:
             bucket.exchange.reclaim(WHAT)
 
     def has_sent(self, bucket: Bucket) -> bool:
-        """True if a bucket has gone in this pass."""
+        """True if a bucket has been sent in this pass."""
         return any(bucket is sent for sent in self.buckets[: self.sent])
 
     def advance(self, scale: float) -> None:
-        """Sends buckets that are full, and sums what has come, each in their order.
+        """Sends full buckets and collects arrived sums, both in order.
 
-        All ranks have the last pass's sums once one of this pass is there: the
-        gradients that those replaced are dropped.
+        The first sum of this pass implies that all ranks have the last pass's sums, so
+        the gradients that those replaced are released.
         """
         buckets = self.buckets
         while self.sent < len(buckets) and not buckets[self.sent].pending:
@@ -140,13 +140,13 @@ class BucketQueue:
             self._replaced = []
 
     def send_rest(self, scale: float) -> None:
-        """Sends all buckets that have not gone in this pass."""
+        """Sends the remaining buckets of this pass."""
         for bucket in self.buckets[self.sent :]:
             bucket.send(self.side, scale)
             self.sent += 1
 
     def send_again(self, late: Iterable[int], scale: float) -> None:
-        """Repeats the reduction of buckets that were sent without these gradients."""
+        """Repeats the reduction of buckets that were sent without late gradients."""
         lacking = {id(self.places[index][0]) for index in late}
         again = [bucket for bucket in self.buckets if id(bucket) in lacking]
         for bucket in again:
@@ -161,13 +161,13 @@ class BucketQueue:
             bucket.finish(side)
 
     def settle(self) -> None:
-        """All sums were taken; unless each is finite no residual changes."""
+        """Commits residuals after all sums; none if any sum is not finite."""
         keeps = all([bucket.is_finite for bucket in self.buckets])
         for bucket in self.buckets:
             bucket.settle(keeps=keeps)
 
     def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
-        """Broadcasts the last sums; with all ranks of another group."""
+        """Copies the last sums to ranks that lack them; collective in a new group."""
         for bucket in self.buckets:
             bucket.take_over(group, source, lacks=lacks)
         for bucket in self.buckets if lacks else ():
@@ -175,10 +175,9 @@ class BucketQueue:
 
     @torch.no_grad()
     def publish(self, factor: float) -> None:
-        """Gives every parameter that any rank used its sum times ``factor``.
+        """Sets ``p.grad`` to sum times ``factor`` where any rank used the parameter.
 
-        A gradient of this rank that weighed nothing is dropped where no other rank has
-        one.
+        A local gradient of weight 0 is dropped if no other rank has one.
         """
         record = self._reduced
         record.passes += 1
@@ -207,10 +206,10 @@ class BucketQueue:
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Buckets of parameters in the given order, one dtype and device each.
+    """Packs parameters in the given order into buckets of one dtype and device each.
 
-    Nothing hides the bucket that is reduced last, so the last parameters (up to a
-    quarter of the cap, at least one) get one of their own.
+    The last bucket's reduction cannot overlap with backward, so it is small: the last
+    parameters, up to a quarter of the capacity, but at least one.
     """
     tail, tail_bytes = len(parameters) - 1, parameters[-1].nbytes
     while tail > 0 and tail_bytes + parameters[tail - 1].nbytes <= cap_bytes // 4:
@@ -220,7 +219,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Buc
 
 
 def _fill(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Consecutive parameters of one kind together, as long as they fit."""
+    """Groups consecutive parameters of one dtype and device up to the capacity."""
     buckets: list[Bucket] = []
     filled = 0
     for parameter in parameters:
@@ -239,17 +238,17 @@ def _fill(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
 
 @final
 class GradientOrder:
-    """Gradients of one pass after the other, by the indices of their parameters.
+    """Order of gradients in a pass, by parameter index.
 
-    In the first pass gradients may come after their bucket has gone, which is then sent
-    again; in later ones it waits until the end for parameters that got several.
+    In the first pass, a bucket is sent again if a gradient arrives after it was sent.
+    In later passes, buckets of parameters with several gradients are sent at the end.
 
     Attributes:
-        came: gradients of each parameter in this pass, in order of the first.
-        late: parameters that got one in this pass after their bucket had gone.
-        last: the order of their last gradients in the first pass.
-        several: parameters that got several in the first pass.
-        is_agreed: all ranks follow one order, which is observed no more.
+        came: number of gradients per parameter in this pass, in order of the first.
+        late: parameters that got a gradient in this pass after their bucket was sent.
+        last: parameters in order of their last gradient in the first pass.
+        several: parameters that got several gradients in the first pass.
+        is_agreed: True once all ranks follow one order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -261,15 +260,15 @@ class GradientOrder:
         self.is_agreed = False
 
     def begin(self) -> None:
-        """All gradients of a pass will come."""
+        """Resets the counts at the begin of a pass."""
         self.came, self.late = {}, set()
 
     def agree(self, group: Group) -> tuple[list[int], list[int] | None]:
-        """Compares what was observed in the first pass; with all ranks.
+        """Compares the observations of the first pass; a collective call.
 
         Returns:
-            Gradients that came too late on any rank, and the order on the first rank
-            that has observed one; None: no rank has.
+            Parameters with late gradients on any rank, and the order on the first rank
+            that observed any; None if no rank did.
         """
         count = len(self._names)
         rows = torch.zeros(group.world_size + 1, count, dtype=torch.int64, device="cpu")
@@ -287,12 +286,12 @@ class GradientOrder:
         )
 
     def learn(self) -> None:
-        """The first pass has ended: what got several gradients may in later ones."""
+        """Records, after the first pass, the parameters with several gradients."""
         self.several = frozenset(i for i, times in self.came.items() if times > 1)
         self.late.clear()
 
     def settle(self) -> None:
-        """All ranks follow one order from now on."""
+        """Fixes the agreed order for all later passes."""
         self.is_agreed = True
         self.last.clear()
 
@@ -306,7 +305,7 @@ class GradientOrder:
         """Refuses a completed pass whose reduction lacks gradients.
 
         Raises:
-            ConfigError: names a parameter that got one too late.
+            ConfigError: always; names a parameter with a late gradient.
         """
         index = min(self.late)
         raise ConfigError(

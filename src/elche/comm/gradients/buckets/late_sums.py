@@ -27,12 +27,12 @@ class LateSums:
 
     @property
     def are_owed(self) -> bool:
-        """True if there are any."""
+        """True if sums are waiting to be published."""
         return self.are_under_way or self._first is not None
 
     @property
     def are_under_way(self) -> bool:
-        """True if buckets carry them."""
+        """True if the pending sums are being reduced in the buckets."""
         return self._under_way is not None
 
     def keep_first(self) -> None:
@@ -40,12 +40,12 @@ class LateSums:
         self._first = self._take()
 
     def follow(self, factor: float, queue: BucketQueue, scale: float) -> float:
-        """Publishes those of the last pass, and sends the gradients of this one.
+        """Publishes the sums of the last pass, and sends the gradients of this one.
 
         Args:
-            factor: what the sums of this pass are multiplied by.
-            queue: of buckets that carry both.
-            scale: what this rank's gradients are multiplied by.
+            factor: factor of this pass's sums.
+            queue: queue of buckets that reduces both.
+            scale: factor of this rank's gradients.
 
         Returns:
             Seconds of waiting.
@@ -76,7 +76,7 @@ class LateSums:
         return wait_s
 
     def _take(self) -> list[torch.Tensor | None]:
-        """Every `p.grad`, which is None from then on."""
+        """Returns every `p.grad` and sets it to None."""
         taken = [parameter.grad for parameter in self._parameters]
         self._put([None] * len(taken))
         return taken

@@ -5,7 +5,7 @@ real gradients and its real updates, and sleeps until a device of the declared
 speed would have got as far: one third of a pass's time in the forward pass,
 two thirds spread over the backward pass before each gradient appears, so that
 a reduction started by a gradient can overlap with the rest as it would on a
-device. The same wrapper goes around every contender of a comparison.
+device. Every contender of a comparison gets the same wrapper.
 
 Deadlines are absolute. Real compute is absorbed by the sleep that follows it,
 and errors of single sleeps do not add up. Where real compute takes longer than
@@ -208,7 +208,7 @@ emulate = EmulationHandle
 
 @dataclass
 class _BackwardPass:
-    """One backward pass under way: what it must pay for and how far it is.
+    """One backward pass in progress: its emulated time and its state.
 
     Each gradient takes an equal part of the time, in whatever order autograd
     brings them. Parameters are about as many in every layer, so this is time by

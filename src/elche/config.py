@@ -51,12 +51,11 @@ class RunConfig(SettingsGroup):
             and finds limits by itself. Stored as a tuple with one value per rank.
         speed_hints: relative speeds per rank until the first measurement.
         shares: ranks' shares of a batch under ``sync``: ``"auto"`` by delivered speed;
-            ``"fixed"``
-            keeps those of the first step (by ``speed_hints``, else equal), so that each
-            column of every batch is on one rank, as state carried over batches needs.
-            In a smaller batch the remaining columns stay on their rank, except the last
-            ones where a rank would have none; a batch smaller than the world is divided
-            anew.
+            ``"fixed"`` keeps those of the first step (by ``speed_hints``, else equal),
+            so that each column of every batch is on one rank, as state carried over
+            batches needs. In a smaller batch the remaining columns stay on their rank,
+            except the last ones where a rank would have none; a batch smaller than the
+            world is divided anew.
         codec: encoding of averaged parameters, or of ``sync``'s gradients, on the wire:
             ``"fp32"`` unencoded, ``"bf16"``, ``"int8"`` or ``"int4"`` in fewer bytes,
             with error feedback. float64 and complex tensors are sent unencoded, as are

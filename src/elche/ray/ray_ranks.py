@@ -129,7 +129,7 @@ class RayRanks:
                 process.has_started = True
             except RayTaskError:  # it would fail again
                 raise
-            except RayError as error:  # its node is going, and Ray does not know yet
+            except RayError as error:  # a node that Ray still thinks alive
                 process.trouble = f"its actor has died before it began: {error}"
                 logger.info("%s", process.trouble)
                 self._drop(place)

@@ -80,9 +80,9 @@ class Supervisor:
     def interrupt(self, number: int) -> None:
         """Ends the run as `elche run` does on a signal."""
         with self._changing:
-            self._signal = signal.Signals(number)  # for the next launch, if none is on
+            self._signal = signal.Signals(number)  # for the next launch, if none runs
             if self._loop is not None and self._run is not None:
-                with contextlib.suppress(RuntimeError):  # the last one's is closed
+                with contextlib.suppress(RuntimeError):  # the old loop is closed
                     self._loop.call_soon_threadsafe(
                         self._run.processes.interrupt, self._signal
                     )

@@ -50,7 +50,7 @@ class RunEpochs:
     #         ▲                            │ cut: for a checkpoint, joins, deaths
     #         └────────── _pause ◄─────────┘ ─ the run ends ─► _end_epoch
     #
-    # A loop that breaks off, or asks for a new iteration meanwhile, ends the part on
+    # A loop that breaks off, or begins a new iteration meanwhile, ends the part on
     # all ranks; if that was cut before, its rest is opened once more (_leave_rest).
 
     def __init__(

@@ -34,8 +34,9 @@ from elche.errors import ConfigError
 from elche.torch_internals.passes import graph_task_id
 
 OnLate = Callable[[Any, Any], None]
-"""Called when a backward pass comes to the graph of an earlier batch than the one in
-hand, with that batch, and the one that the pass has come to before, or None."""
+"""Called with the batch of a late backward pass, and the batch of its earlier graphs.
+A pass is late if it reaches the graph of a batch before the current one; the second
+argument is None if it is the pass's first graph."""
 UNCLEAR = (
     "the loop has fetched batches ahead, or skipped some, and elche has not seen "
     "which of them this pass is of, so that the weight of its gradients is not known: "

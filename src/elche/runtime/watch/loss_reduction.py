@@ -39,7 +39,7 @@ DISTANCES = frozenset({"PowBackward0", "AbsBackward0"})
 LOOKS = 20
 """Number of backward passes to inspect; each inspection waits for the device."""
 WHOLE = 2
-"""Whole batches after which a smaller one counts as a short last batch."""
+"""Number of whole batches after which the batch size counts as known."""
 
 
 @final

@@ -24,8 +24,8 @@ class WindowSync(ABC):
     takes_steps = True
     """True while optimizers may step; summed gradients allow the end's step alone."""
     has_moved = True
-    """False where the last window's update is known to be none, as gradients wait for a
-    step; looked at only after one that was not finite."""
+    """False if the last window's update is known to be empty: gradients still wait.
+    Read only after a non-finite update."""
 
     @property
     @abstractmethod

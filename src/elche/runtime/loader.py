@@ -86,8 +86,7 @@ class RunLoader(_Base):
         batches of a single process. They are counted over the whole run, a resumed part
         included, and over all ranks: under ``sync`` each rank's loop body runs ``n``
         times, in windows as often as its part requires. All ranks end together, with
-        one
-        model. A break on one rank ends it for all. Each call begins a new epoch.
+        one model. A break on one rank ends it for all. Each call begins a new epoch.
 
         Args:
             n: steps of the whole run, the same on every rank.

@@ -21,11 +21,10 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
     """Logs a number of the current batch; its means are in the metrics.
 
     The value is weighted by the samples of this rank's batch, or by ``weight_of``, so
-    the mean over ranks is that over samples. A
-    tensor may be on any device and nothing waits for it: what the device has not
-    computed when a window ends counts in a later window of the epoch. Outside the loop
-    over the loader nothing is logged, so a loss function that logs
-    may be used for evaluation as well.
+    the mean over ranks is that over samples. A tensor may be on any device and nothing
+    waits for it: what the device has not computed when a window ends counts in a later
+    window of the epoch. Outside the loop over the loader nothing is logged, so a loss
+    function that logs may be used for evaluation as well.
 
     Args:
         name: name of the scalar.
@@ -131,9 +130,8 @@ def log_to(writer: Any) -> None:
     From rank 0 alone, at the run's global steps: for each window (under ``sync`` about
     ten a second) the means of `log_scalar`'s values and ``elche/samples_per_s``,
     ``elche/efficiency``, ``elche/share/RANK``; for each epoch its means as
-    ``epoch/NAME``.
-    May be called several times, before or after `elche.setup`. A writer that raises is
-    logged and removed.
+    ``epoch/NAME``. May be called several times, before or after `elche.setup`. A writer
+    that raises is logged and removed.
 
     Args:
         writer: with ``add_scalar(name, value, step)``, as torch's SummaryWriter; or

@@ -44,14 +44,13 @@ def state_dict() -> dict[str, Any]:
 
     It holds the run's progress, a codec's residual, and the outer momentum where
     parameters are averaged. Call it between epochs, on every rank, save it beside the
-    states
-    of the model and of the rank's optimizer (which ranks hold in common only under
-    ``sync``), and restore all three after `setup`: the run then continues as if it had
-    not been interrupted. The loader's own generator, and the module's and Python's
-    random numbers, are the script's to save. Tensors, numbers, strings, lists and None
-    only, which `torch.load(weights_only=True)` loads. With ``seed=`` augmentation
-    begins again with the draws of the first epoch (give `setup` another seed); speeds,
-    the anchor and, under ``auto``, policy and averaging are found anew.
+    states of the model and of the rank's optimizer (which ranks hold in common only
+    under ``sync``), and restore all three after `setup`: the run then continues as if
+    it had not been interrupted. The loader's own generator, and the module's and
+    Python's random numbers, are the script's to save. Tensors, numbers, strings, lists
+    and None only, which `torch.load(weights_only=True)` loads. With ``seed=``
+    augmentation begins again with the draws of the first epoch (give `setup` another
+    seed); speeds, the anchor and, under ``auto``, policy and averaging are found anew.
 
     Raises:
         ConfigError: there is no run yet, or this is the inside of a loop.

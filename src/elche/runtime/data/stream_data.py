@@ -3,8 +3,8 @@
 A stream cannot be indexed, so every process that loads (each rank, or each of its
 DataLoader workers) reads all of it from its own copy, forward, and keeps only the
 positions that it was leased; it starts again for a position before its current one (a
-returned lease). Leases, balanced shares, exactly-once and tails are
-then those of any other data set.
+returned lease). Leases, balanced shares, exactly-once and tails are then those of any
+other data set.
 
 Guaranteed: every position contributes exactly once, *if* the stream yields the
 same samples in the same order in every process. Streams that draw from the global

@@ -2,8 +2,7 @@
 
 It reads frames, passes events to `elche.coordination.state.Coordinator`, and sends the
 resulting instructions. It runs in a process of its own
-(`elche.runtime.coordinator_process`),
-never in a training process.
+(`elche.runtime.coordinator_process`), never in a training process.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `elche run` sets everything; torchrun sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``
 (`launchers` maps other launchers' variables to them) and elche starts its coordinator
-beside rank
-0; a plain ``python script.py`` sets nothing and is a run of one rank.
+beside rank 0; a plain ``python script.py`` sets nothing and is a run of one rank.
 """
 
 from __future__ import annotations

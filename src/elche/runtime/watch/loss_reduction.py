@@ -3,10 +3,9 @@
 Gradients of a sum that are reduced as those of a mean are another gradient than one
 device's, and nothing else shows it. Only a loss that cannot be a mean counts as a sum:
 torch's own losses with ``reduction="sum"``, and a sum of those with ``"none"`` or of
-squared or
-absolute differences, alone or with others added. A product or quotient of it may be a
-mean over the batch, which no graph shows.
-from one over a sample's elements: of those nothing is said.
+squared or absolute differences, alone or with others added. A product or quotient of it
+may be a mean, and no graph distinguishes a mean over the batch from one over a sample's
+elements: those are not reported.
 """
 
 from __future__ import annotations

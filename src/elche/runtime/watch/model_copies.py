@@ -48,8 +48,8 @@ class ModelCopies:
     of it, are deferred. At a commit the method is called once per committed global
     batch, with the common model. That is the user's own rule, so an EMA of decay d
     moves by 1 - d^k in k of them. Outside of windows, and between epochs, calls pass
-    through. Any other copy becomes its mean over the ranks that
-    trained, at every epoch's end.
+    through. Any other copy becomes its mean over the ranks that trained, at every
+    epoch's end.
 
     Args:
         model: trained model.

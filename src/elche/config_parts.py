@@ -29,7 +29,7 @@ class SettingsGroup:
         """Refuses former and unknown names.
 
         Raises:
-            ConfigError: a name is no setting here; says what to write.
+            ConfigError: a name is no setting here; the message suggests another.
         """
         own = {item.name for item in fields(cls)}  # type: ignore[arg-type]
         refuse_former(given.keys() - own)
@@ -241,7 +241,7 @@ def refuse_former(names: Iterable[str]) -> None:
     """Refuses former names of settings.
 
     Raises:
-        ConfigError: a name is a former one; says where the setting is now.
+        ConfigError: a name is a former one; the message gives the new place.
     """
     for name in names:
         if name in FORMER_SETTINGS:

@@ -117,7 +117,7 @@ def check_cuda() -> None:
     """Refuses CUDA in a fork whose parent has used it.
 
     Raises:
-        ConfigError: says what to do instead.
+        ConfigError: the message says what to do instead.
     """
     try:
         torch.cuda.init()

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 OUTPUT_BYTES = 1 << 16
 LOOK_S = 0.02
-"""Poll interval (s) of what ranks print."""
+"""Poll interval (s) of the ranks' output."""
 PROCESS = "elche-rank-"
 """Name of a rank's process, before its number."""
 
@@ -278,7 +278,7 @@ def _check_place() -> None:
     """Refuses to start ranks from a process that is itself a rank.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: the message says why.
     """
     if multiprocessing.current_process().name.startswith(PROCESS):
         raise ConfigError(

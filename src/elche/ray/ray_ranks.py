@@ -179,7 +179,7 @@ class RayRanks:
 
 @final
 class RayProcess:
-    """A rank's process on some node, or one that waits for a node.
+    """A rank's process on a node, or waiting for a node.
 
     Args:
         run: starts the process, waits for its end, and returns its exit code.

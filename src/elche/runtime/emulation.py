@@ -9,8 +9,8 @@ comparison gets the same wrapper.
 
 Deadlines are absolute. Real compute is absorbed by the sleep that follows it,
 and errors of single sleeps do not add up. Where real compute takes longer than
-the declared time there is nothing left to stretch: the handle counts that, so
-that a benchmark can say that its emulation was not honest.
+the declared time there is nothing left to stretch: the handle counts that, so that a
+    benchmark can report a dishonest emulation.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EmulationConfig:
             )
 
     def pass_s(self, samples: int) -> float:
-        """Seconds that so many samples take together, forward and backward."""
+        """Seconds that ``samples`` take together, forward and backward."""
         return (self.fixed_ms + samples * self.ms_per_sample / self.speed) / 1e3
 
 
@@ -84,8 +84,8 @@ class EmulationHandle:
     enabled are stretched; evaluation runs at real speed. The number of samples is the
     leading dimension of the first tensor among the arguments.
 
-    A backward pass pays for the forward passes whose outputs it goes through. A
-    forward pass whose output holds no tensor that requires a gradient pays for both.
+    A backward pass is stretched for the forward passes whose outputs it goes through. A
+    forward pass whose output requires no gradient is stretched for both.
 
     Args:
         model: root module, on the CPU.
@@ -192,7 +192,7 @@ class EmulationHandle:
         return self._backward
 
     def _end_backward(self) -> None:
-        """Pay for parameters without a gradient, and count; ends every pass."""
+        """Ends a pass: sleeps for parameters without a gradient, and counts it."""
         backward, self._backward = self._backward, _BackwardPass()
         deadline_s = backward.begin_s + backward.duration_s
         late_s = time.perf_counter() - max(deadline_s, backward.woke_s)

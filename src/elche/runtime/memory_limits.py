@@ -37,7 +37,7 @@ class RankHost:
         """Discards an interrupted pass; its batch is run again, untimed.
 
         Raises:
-            CommunicationError: its gradients had been reduced.
+            CommunicationError: its gradients were reduced already.
         """
         self._worker.is_cold = True
         self._current.rewind()
@@ -61,7 +61,7 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
     """Refuses batches whose shares exceed the ranks' devices.
 
     Raises:
-        ConfigError: says what to do instead.
+        ConfigError: the message says what to do instead.
     """
     config, batch_size = training.config, training.loader.batch_size
     if len(config.caps) > world_size:

@@ -135,7 +135,7 @@ def check_training(
     """Refuses arguments of the wrong type, and those that train nothing.
 
     Raises:
-        ConfigError: says which, and what was expected.
+        ConfigError: the message says which, and what was expected.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")

@@ -351,7 +351,7 @@ class Run:
         self.worker.heeds_signals(heeds)
 
     def barrier(self, name: str) -> None:
-        """Waits until every rank is here; see `UserCollectives.barrier`."""
+        """Waits for every rank; see `UserCollectives.barrier`."""
         self.collectives.barrier(name)
 
     def follow(self, scheduler: LRScheduler) -> None:

@@ -99,7 +99,7 @@ class SingleRun:
         return self.progress_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this run: its progress, as nothing is averaged."""
+        """State of this run: its progress, since nothing is averaged."""
         steps = self.progress_steps if self._course is None else self._steps_before
         return {"samples": self._samples_kept, "steps": float(steps), "averaging": None}
 
@@ -246,7 +246,7 @@ class SingleRun:
                 if number == self._epoch:
                     self._batch_done(began_s, loaded_s, now_s)
                 began_s = now_s
-        except GeneratorExit:  # as on several ranks, the batch in hand counts
+        except GeneratorExit:  # as on several ranks, the current batch counts
             if number == self._epoch and time is not None:
                 self._batch_done(began_s, loaded_s, time.monotonic())
             raise

@@ -139,7 +139,7 @@ class Training:
         loader: the user's loader.
         weights: weights of batches in means; None: their samples.
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
-            parts, as that of the `Trainer` does; one that the user owns must not.
+            parts, as that of the `Trainer` does; a user's own loop must not.
         copies: copies of the model that the loop updates (EMA).
         is_default: the policy was not named.
         epochs: number of epochs of the run, if given.

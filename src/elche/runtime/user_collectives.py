@@ -91,7 +91,7 @@ class UserCollectives:
         *,
         is_of_batch: bool = True,
     ) -> torch.Tensor:
-        """The rows of all ranks, weighted as the gradients of the batch in hand are.
+        """The rows of all ranks, weighted as the gradients of the current batch are.
 
         Args:
             tensor: this rank's rows.

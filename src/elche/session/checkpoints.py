@@ -45,7 +45,7 @@ def save_every(folder: str | Path, *, every_s: float = 600.0, keep: int = 2) -> 
     Every rank calls it, after `elche.setup` and before the first epoch.
 
     Args:
-        folder: where to; the same one on all ranks.
+        folder: checkpoint folder, the same on all ranks.
         every_s: interval between checkpoints (s).
         keep: number of complete checkpoints kept, the newest.
 

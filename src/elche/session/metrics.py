@@ -148,5 +148,5 @@ def log_to(writer: Any) -> None:
 
 
 def current_metrics() -> MetricsView | None:
-    """The view of the run under way, None if there is none."""
+    """The view of the active run, None if there is none."""
     return None if process.run is None else process.metrics

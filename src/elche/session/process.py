@@ -100,7 +100,7 @@ def needed(value: _Value | None, call: str) -> _Value:
 
 
 def current_run() -> Run | None:
-    """The run under way on several ranks, None on one."""
+    """The active run on several ranks, None on one."""
     return process.run if isinstance(process.run, Run) else None
 
 

@@ -34,7 +34,7 @@ def progress_steps() -> float:
 
     The same function of the run's progress on every rank: what a hand-written
     ``get_lr(step)`` should follow. Under ``sync`` and on one device it is the number of
-    batches that the loop has come back from; in windows it grows by parts of a step.
+    finished loop bodies; in windows it grows by parts of a step.
     """
     return 0.0 if process.run is None else float(process.run.progress_steps)
 
@@ -49,8 +49,9 @@ def state_dict() -> dict[str, Any]:
     it had not been interrupted. The loader's own generator, and the module's and
     Python's random numbers, are the script's to save. Tensors, numbers, strings, lists
     and None only, which `torch.load(weights_only=True)` loads. With ``seed=``
-    augmentation begins again with the draws of the first epoch (give `setup` another
-    seed); speeds, the anchor and, under ``auto``, policy and averaging are found anew.
+    augmentation repeats the draws of the first epoch (give `setup` another
+    seed); speeds, the anchor and, under ``auto``, policy and averaging are determined
+    again.
 
     Raises:
         ConfigError: there is no run yet, or this is the inside of a loop.
@@ -146,8 +147,8 @@ def follow(scheduler: Scheduler) -> Scheduler:
 class ProgressLR:
     """Sets the learning rate as a function of global progress in samples.
 
-    A rank's own steps say nothing about a run on unequal devices: a fast rank takes
-    more of them. Progress is `elche.progress_samples` over ``total_samples``, the same
+    A rank's own steps do not measure a run on unequal devices: a fast rank takes more.
+    Progress is `elche.progress_samples` over ``total_samples``, the same
     function on every rank whatever its speed. Call :meth:`step` in the loop, before
     ``optimizer.step()``::
 
@@ -199,7 +200,7 @@ class ProgressLR:
             The factor on the initial rates.
 
         Raises:
-            ConfigError: ``fn`` gave no finite number, or a negative one.
+            ConfigError: ``fn`` returned no finite number, or a negative one.
         """
         progress = min(1.0, progress_samples() / self._total_samples)
         factor = self._fn(progress) * self._scale

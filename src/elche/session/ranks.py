@@ -80,9 +80,10 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
     where every rank computes the mean loss over all rows, and as well where each
     computes the mean loss of its own rows against all. A rank whose
     `elche.batch_weight` is 0 adds no rows. Labels and other tensors without gradient
-    come as they are, in any dtype.
+    are passed through, in any dtype.
 
-    Every rank calls it equally often, and runs backward through the result or not. On
+    Every rank calls it equally often, and every rank or none runs backward through it.
+    On
     one device it returns the tensor. Outside the loop each rank's loss weighs alike.
 
     Args:
@@ -123,7 +124,7 @@ def gather(rows: Tree) -> Tree:
     For predictions, losses and metrics that your own loop collects. Ranks may bring
     different numbers of rows, or none. A rank whose `elche.batch_weight` is 0 adds no
     rows: another rank adds them. Every rank calls it equally often: between epochs,
-    or inside the loop under ``sync``. On one device the rows come back as they are.
+    or inside the loop under ``sync``. On one device the rows are returned unchanged.
 
     Args:
         rows: a tensor, or tensors in lists, tuples and dictionaries; each this rank's
@@ -187,7 +188,7 @@ def map_rows(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Applies a function to a nested value's tensors; entries in sorted order.
 
     Raises:
-        ConfigError: it holds something else than tensors.
+        ConfigError: it holds something other than tensors.
     """
     if isinstance(tree, torch.Tensor):
         return change(tree)

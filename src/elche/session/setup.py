@@ -77,7 +77,8 @@ def setup(
         loader: a DataLoader. Its ``batch_size`` is the global batch under every policy.
             Every loading process reads all of an IterableDataset (docs/data.md).
         config: the settings as one value; or give them as options.
-        epochs: how many epochs the loop will run, if known; ``policy="auto"`` expects
+        epochs: number of epochs that the loop will run, if known; ``policy="auto"``
+            expects
             ten otherwise.
         samples_per_epoch: samples of an epoch of an IterableDataset; None for its
             ``len()``, which several ranks need.

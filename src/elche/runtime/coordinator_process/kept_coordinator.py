@@ -1,7 +1,7 @@
 """The run's coordinator in its launcher: a child, restarted when it dies.
 
 The launcher holds the listening socket, so ranks reach a restarted coordinator at the
-same address, and the journal, from which that one restores its state.
+same address, and the journal, from which the new one restores its state.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def check_weight_of(weight_of: object) -> None:
     """Refuses anything but a function of one batch.
 
     Raises:
-        ConfigError: it is no function, or not one of a single argument.
+        ConfigError: it is no function, or takes another number of arguments.
     """
     if not callable(weight_of):
         raise ConfigError(

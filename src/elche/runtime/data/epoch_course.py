@@ -31,7 +31,7 @@ STATE_KEYS = {
 
 
 def ranges_of(sizes: BatchSizes, batches: Sequence[int]) -> tuple[Range, ...]:
-    """Positions of each of these batches."""
+    """Position ranges of these batches."""
     return tuple((sizes.position_of(n), sizes.position_of(n + 1)) for n in batches)
 
 
@@ -86,7 +86,7 @@ class EpochCourse:
         return self._rest.part_sizes
 
     def positions(self, seed: int | None) -> EpochPositions:
-        """Remaining positions, for a loader."""
+        """Makes the remaining positions, for a loader."""
         return EpochPositions(
             self._keys,
             self.part_sizes,
@@ -115,7 +115,7 @@ class EpochCourse:
     def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
         """Marks all of the part as done, except these ranges.
 
-        ``open_batch``: ranges of batches whose backward pass is still to come. This
+        ``open_batch``: ranges of batches with a pending backward pass. This
         process runs it; a run resumed from the state saved now trains on them again.
         Positions of a dead rank among them remain.
         """

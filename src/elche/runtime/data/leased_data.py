@@ -158,7 +158,7 @@ class BatchFeed(Generic[Tag]):
 
     @property
     def has_work(self) -> bool:
-        """True if a batch is queued, or drawn and still to come out."""
+        """True if a batch is queued, or drawn and not yet returned."""
         sampler = self._sampler
         return bool(sampler.queued) or any(tag is not None for tag in sampler.drawn)
 

@@ -142,7 +142,7 @@ class DevicePrefetcher(Generic[Tag]):
         return bool(self._held)
 
     def take(self) -> tuple[Tag, Any] | None:
-        """The next batch, on the device; None if none is held and none has come.
+        """The next batch, on the device; None if none is held or loaded.
 
         Does not wait for a copy: the stream that trains does. The first batch after a
             pause is returned before others are fetched; later calls fetch at most two

@@ -8,7 +8,7 @@ other data set.
 
 Guaranteed: every position contributes exactly once, *if* the stream yields the
 same samples in the same order in every process. Streams that draw from the global
-generators of Python, torch or numpy do: those are seeded anew at every position. The
+generators of Python, torch or numpy do: those are reseeded at every position. The
 first samples of each epoch are compared between all ranks and all workers, so a stream
 that shuffles with a generator of its own, unseeded, or that divides itself among ranks,
 is refused by name. Division among workers is undone: while a stream is read,
@@ -60,7 +60,7 @@ def by_position(
     world_size: int,
     seed: int | None,
 ) -> DataLoader[Any]:
-    """The loader itself, or one that reads its stream by position.
+    """Returns the loader, or a loader that reads its stream by position.
 
     On one device a stream is left alone, unless its samples are to be counted or drawn
     by a seed.

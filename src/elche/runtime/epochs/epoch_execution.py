@@ -340,7 +340,7 @@ class EpochExecution:
         self._synchroniser.check()
         self._observer.schedulers.check(self._observer.optimizers())
         if self._synchroniser.reducer is None:
-            self._ask_for_cut()  # also of a rank that is given no batches
+            self._ask_for_cut()  # also on a rank without batches
 
     def _keep_error(self, error: ElcheError) -> None:
         if isinstance(error, NonFiniteError):

@@ -137,10 +137,10 @@ class EpochOpening:
         self._builds = ""
 
     def share(self, sizes: BatchSizes) -> Any:
-        """The epoch's positions, on every rank.
+        """Shares the epoch's positions with every rank.
 
         Raises:
-            MismatchError: the rank that drew them has died, and the next one draws
+            MismatchError: the rank that drew them has died, and the next rank draws
                 others.
         """
         order = self.order

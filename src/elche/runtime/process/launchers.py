@@ -125,7 +125,7 @@ class LaunchFacts:
 
     Attributes:
         pipe: descriptor that closes when the launcher ends; -1 without one.
-        joins: the rank joins a run under way.
+        joins: the rank joins a running run.
         may_grow: other ranks may join the run.
         resumes: the coordinator is restarted when it dies.
     """

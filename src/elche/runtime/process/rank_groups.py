@@ -111,7 +111,7 @@ class RankGroups:
         self.has_ended = False
 
     def _note_transport(self, transport: str) -> None:
-        """Records the transport of groups; shared memory is agreed on in each anew."""
+        """Records the transport of groups; each group agrees on shared memory."""
         own = self._placement.device_name
         self.can_share = transport != "gloo" and can_share(own)
         listen = self._placement.listen if transport == "nccl" else ""

@@ -262,7 +262,7 @@ class Worker:
             self.groups.end_left()
 
     def _check(self) -> None:
-        """Raises if the run was ended, or a rank lost, while this one waits."""
+        """Raises if the run was ended, or a rank lost, during a wait."""
         if self._heartbeat is not None:
             self._heartbeat.waits()
         abort = self._channel.find_abort()
@@ -318,7 +318,7 @@ class Worker:
         return [rank for r in self._channel.waiting(Regroup) for rank in r.left]
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks that do not report the same failure soon after this one."""
+        """Ranks that do not report the same failure soon after this rank."""
         keys = {r: f"failed/{self.groups.generation}/{r}" for r in ranks}
         try:
             self._channel.store_set(keys[self.rank], b"")

@@ -43,7 +43,7 @@ class MetricsView:
         self._ended = threading.Event()
 
     def log(self, name: str, value: float | torch.Tensor) -> None:
-        """Adds a value with the weight of the batch in hand."""
+        """Adds a value with the weight of the current batch."""
         if self._source is not None:
             weight = self._source.weight_in_hand * self.part
             self._source.notifications.scalars.log(name, value, weight)
@@ -54,7 +54,7 @@ class MetricsView:
 
     @property
     def samples_in_hand(self) -> int:
-        """Samples of the batch in hand that count for this rank, 0 outside the loop."""
+        """Samples of the current batch that count for this rank, 0 outside the loop."""
         return 0 if self._source is None else self._source.samples_in_hand
 
     @property
@@ -71,7 +71,7 @@ class MetricsView:
         return taken
 
     def newest_epoch(self) -> EpochMetrics | None:
-        """The last epoch that has ended, if one has."""
+        """Metrics of the last finished epoch, if any."""
         return self._find(None)
 
     def epoch(self, epoch: int | None, timeout_s: float | None) -> EpochMetrics:

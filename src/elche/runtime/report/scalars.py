@@ -46,7 +46,7 @@ class Readback:
         return self._event is None or bool(self._event.query())
 
     def values(self) -> list[float]:
-        """The values, waiting for them."""
+        """Waits for the values, and returns them."""
         if self._event is not None:
             self._event.synchronize()
         floats: list[float] = self._host.tolist()

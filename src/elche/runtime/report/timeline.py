@@ -124,7 +124,7 @@ def join_parts(
         own: list[Span] = []
         with contextlib.suppress(FileNotFoundError):
             text = Path(folder, f"spans-{rank}.jsonl").read_text(encoding="utf-8")
-            # a rank that was killed as it wrote has left a part of a line
+            # a rank that was killed while writing leaves a partial line
             own = spans_from_jsonl(text[: text.rfind("\n") + 1])
         spans += own
         if not own:

@@ -79,11 +79,11 @@ def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
 
 @final
 class StepAccount(StepReports):
-    """Measures steps, and reports those of a grant once the next one is under way.
+    """Measures steps, and reports a grant's once the next step has begun.
 
     Attributes:
         reported: steps whose report is due or sent.
-        is_early: steps were reported before their backward pass had come.
+        is_early: steps were reported before their backward pass.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class StepAccount(StepReports):
         self._worker.send(left)
 
     def void(self) -> None:
-        """Discards unreported steps: the next group receives new grants."""
+        """Discards unreported steps; the next group receives new grants."""
         super().void()
         self._ran.clear()
 

@@ -210,7 +210,7 @@ class SyncEpoch:
         self._settle()
         has_passed = in_hand is not None and self._place.first > in_hand.step
         if in_hand and has_passed and in_hand.step >= self._dead.last:
-            self._end_step(in_hand)  # the others run no more: the rest is left
+            self._end_step(in_hand)  # the others run no further steps
             self._report()
             self._await_end()
             return
@@ -416,7 +416,7 @@ class SyncEpoch:
         )
 
     def _alive(self, part: StepPart) -> StepPart:
-        """A part of a step, without ranks that have died since."""
+        """Returns a part of a step without dead ranks."""
         step: Step = part.label
         return step.among(self._worker.members).weighed(part.weight)
 
@@ -444,7 +444,7 @@ class SyncEpoch:
         )
 
     def _settle(self, first: int | None = None) -> None:
-        """Completes steps before this one; the next pass sends their report."""
+        """Completes steps before ``first``; the next pass sends their report."""
         if self._account.settle(first):
             is_due = self._account.due is not None
             self._reducer.beneath = self._report_beneath if is_due else None
@@ -455,7 +455,7 @@ class SyncEpoch:
             self._reducer.beneath = None
 
     def _report_all(self) -> None:
-        """Sends all reports, also of steps whose backward pass is still to come."""
+        """Sends all reports, also of steps with a pending backward pass."""
         self._settle()
         self._report()
 

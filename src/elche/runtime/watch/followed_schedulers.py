@@ -163,7 +163,7 @@ class FollowedSchedulers:
         self._place = LoopPlace.WINDOWS
 
     def advance(self, samples: float, *, is_agreed: bool = False) -> None:
-        """Takes the steps due in windows after so many samples of the run.
+        """Takes the steps that are due in windows at ``samples`` of the run.
 
         Args:
             samples: samples of the run, planned ones included.
@@ -256,7 +256,7 @@ def check_scheduler(scheduler: object) -> None:
     """Refuses anything but a scheduler of torch's.
 
     Raises:
-        ConfigError: says what was expected.
+        ConfigError: the message says what was expected.
     """
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(

@@ -12,7 +12,7 @@ A *live graph* is that of a forward pass whose backward pass has not come. A hoo
 model's outputs detects that pass: autograd calls it before any gradient of the graph
 exists. A container without a forward pass (a ``ModuleList``) is called by its parts.
 A forward pass that no hook sees (of a model compiled after set-up, or called by another
-method) counts as one of the batch in hand, if no earlier one waits for a pass.
+method) counts as one of the current batch, if no earlier one waits for a pass.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class LiveGraph:
 
     @property
     def is_live(self) -> bool:
-        """True if no backward pass has come to the batch of the last forward pass."""
+        """True if no backward pass has reached the batch of the last forward pass."""
         return self._last is not None and not self._last.had_backward
 
     @property
     def last_passed(self) -> Any:
-        """The batch of the last forward pass, once its backward pass has come."""
+        """The batch of the last forward pass, once its backward pass has begun."""
         last = self._last
         return last if last is not None and last.had_backward else None
 
@@ -363,7 +363,7 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def fetched_too_early(policy: str) -> ConfigError:
-    """The error of a loop whose backward pass comes when a window has ended."""
+    """The error of a loop whose backward pass runs after a window has ended."""
     return ConfigError(
         "the next batch was asked for before the backward pass of the last one, and "
         f"under policy {policy!r} a window ends where a batch is asked for, which "

@@ -165,7 +165,7 @@ class StepGuard:
     def _look_at(
         self, foreign: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Refuses parameters older than the batch in hand."""
+        """Refuses parameters older than the current batch."""
         now = self._steps.taken
         old = [p for p in foreign if self._foreign.setdefault(p, now) < now]
         if any(_moves(p.grad) for p in old):

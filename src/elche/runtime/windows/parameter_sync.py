@@ -139,7 +139,7 @@ class AveragedSync(WindowSync):
         self._averager.reconnect(group)
 
     def _start_anew(self) -> None:
-        """Resets optimizers of a diverged rank, whose model has the result."""
+        """Resets optimizers of a diverged rank, after it has adopted the result."""
         if not self._was_finite:
             self._steps.forget_states()
 

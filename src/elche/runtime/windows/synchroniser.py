@@ -55,7 +55,7 @@ class Synchroniser:
         keeps_sums: ranks may die, and the others continue.
 
     Attributes:
-        policy: the one in force; under ``auto`` at first ``"sync"``.
+        policy: policy in force; under ``auto`` at first ``"sync"``.
         reducer: reducer of gradients, under ``sync``.
         windows: reducer of windows, under the other policies.
         reduced: record of gradients that are sums of ranks, under ``sync``.
@@ -117,7 +117,7 @@ class Synchroniser:
 
     @property
     def is_changed(self) -> bool:
-        """True if parameters were frozen, unfrozen or added since it was built."""
+        """True if parameters were frozen, unfrozen or added since the last build."""
         return self._signature != self._current_signature()
 
     def build(self, policy: str | None = None) -> None:
@@ -186,6 +186,7 @@ class Synchroniser:
 
     def share_with(self, group: Group | None) -> None:
         """Reduces gradients in this group from the next step on, with its ranks.
+
         None: this rank is excluded, and reduces nothing.
         """
         assert self.reducer is not None

@@ -7,9 +7,9 @@ the backward pass before each gradient appears, so that a reduction started by a
 gradient can overlap with the rest as it would on a device. Every contender of a
 comparison gets the same wrapper.
 
-Deadlines are absolute. Real compute is absorbed by the sleep that follows it,
-and errors of single sleeps do not add up. Where real compute takes longer than
-the declared time there is nothing left to stretch: the handle counts that, so that a
+Deadlines are absolute. Real compute is absorbed by the sleep that follows it, and
+errors of single sleeps do not add up. Where real compute takes longer than the declared
+time there is nothing left to stretch: the handle counts that, so that a
     benchmark can report a dishonest emulation.
 """
 

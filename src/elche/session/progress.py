@@ -49,9 +49,8 @@ def state_dict() -> dict[str, Any]:
     it had not been interrupted. The loader's own generator, and the module's and
     Python's random numbers, are the script's to save. Tensors, numbers, strings, lists
     and None only, which `torch.load(weights_only=True)` loads. With ``seed=``
-    augmentation repeats the draws of the first epoch (give `setup` another
-    seed); speeds, the anchor and, under ``auto``, policy and averaging are determined
-    again.
+    augmentation repeats the draws of the first epoch (give `setup` another seed);
+    speeds, the anchor and, under ``auto``, policy and averaging are determined again.
 
     Raises:
         ConfigError: there is no run yet, or this is the inside of a loop.

@@ -83,8 +83,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
     are passed through, in any dtype.
 
     Every rank calls it equally often, and every rank or none runs backward through it.
-    On
-    one device it returns the tensor. Outside the loop each rank's loss weighs alike.
+    On one device it returns the tensor. Outside the loop each rank's loss weighs alike.
 
     Args:
         tensor: this rank's rows, along the first dimension.

@@ -78,8 +78,7 @@ def setup(
             Every loading process reads all of an IterableDataset (docs/data.md).
         config: the settings as one value; or give them as options.
         epochs: number of epochs that the loop will run, if known; ``policy="auto"``
-            expects
-            ten otherwise.
+            expects ten otherwise.
         samples_per_epoch: samples of an epoch of an IterableDataset; None for its
             ``len()``, which several ranks need.
         weight_of: weight of a batch, if not its samples: the count that the loss is a

@@ -115,8 +115,8 @@ def enumerate_batches(
     """Draws an epoch, or its first batches, from the user's batch sampler (or sampler).
 
     Draws the seed that a DataLoader draws first (but persistent workers only once), so
-    that the order is that of a plain loop over this loader. As in a
-    DataLoader, the sampler's iterator is made first: torchdata's samplers draw there.
+    that the order is that of a plain loop over this loader. As in a DataLoader, the
+    sampler's iterator is made first: torchdata's samplers draw there.
 
     Raises:
         ConfigError: the sampler yields nothing.

@@ -30,15 +30,15 @@ class RunConfig(SettingsGroup):
     """Settings of a run, equal on every rank.
 
     Attributes:
-        policy: ``"sync"``, the default (gradients reduced at every batch, shares of
-            the global batch by delivered speed; the result equals one device's), or a
+        policy: ``"sync"``, the default (gradients reduced at every batch, shares of the
+            global batch by delivered speed; the result equals one device's), or a
             policy that changes the optimisation: ``"cadence"`` (local steps in El Che
             windows, parameters averaged at their end), ``"async"`` (as cadence, the
-            averaging overlapped with the next window) or ``"auto"`` (begins as sync,
-            measures, then chooses by predicted goodput, and logs its choice). In
-            a `Trainer` also ``"delayed_sync"``: as sync, but gradients are summed while
-            the next batch is computed, and applied one step late; they are computed at
-            parameters extrapolated by one step.
+            averaging overlapped with the next window), or ``"auto"`` (begins as sync,
+            chooses by predicted goodput, logs its choice). In a `Trainer` also
+            ``"delayed_sync"``: as sync, but gradients are summed while the next batch
+            is computed, and applied one step late; they are computed at parameters
+            extrapolated by one step.
         seed: seed of sample augmentation, by (epoch, position), and of dropout, by
             rank; None keeps the user's seeding and only makes ranks differ.
         loss_reduction: reduction of the loop's loss over a batch: ``"mean"`` or

@@ -3,14 +3,14 @@
 An emulated device is a real worker on the CPU. It computes the real model, its real
 gradients and its real updates, and sleeps until a device of the declared speed would
 have got as far: one third of a pass's time in the forward pass, two thirds spread over
-the backward pass before each gradient appears, so that a reduction started by a
-gradient can overlap with the rest as it would on a device. Every contender of a
-comparison gets the same wrapper.
+the backward pass before each gradient appears. So a reduction started by a gradient can
+overlap with the rest, as on a device. Every contender of a comparison gets the same
+wrapper.
 
 Deadlines are absolute. Real compute is absorbed by the sleep that follows it, and
 errors of single sleeps do not add up. Where real compute takes longer than the declared
-time there is nothing left to stretch: the handle counts that, so that a
-    benchmark can report a dishonest emulation.
+time there is nothing left to stretch: the handle counts that, so that a benchmark can
+report a dishonest emulation.
 """
 
 from __future__ import annotations

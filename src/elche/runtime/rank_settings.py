@@ -80,7 +80,7 @@ def join_event(
     """Makes the `Join` message of this rank.
 
     It names only saved buffers: others are caches, which may differ after earlier
-        training.
+    training.
     """
     passing = {
         id(held_buffers(module)[name])

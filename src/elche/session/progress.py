@@ -43,14 +43,14 @@ def state_dict() -> dict[str, Any]:
     """State to resume from, beside the model and the optimizer; each rank's own.
 
     It holds the run's progress, a codec's residual, and the outer momentum where
-    parameters are averaged. Call it between epochs, on every rank, save it beside the
-    states of the model and of the rank's optimizer (which ranks hold in common only
-    under ``sync``), and restore all three after `setup`: the run then continues as if
-    it had not been interrupted. The loader's own generator, and the module's and
-    Python's random numbers, are the script's to save. Tensors, numbers, strings, lists
-    and None only, which `torch.load(weights_only=True)` loads. With ``seed=``
-    augmentation repeats the draws of the first epoch (give `setup` another seed);
-    speeds, the anchor and, under ``auto``, policy and averaging are determined again.
+    parameters are averaged. Call it between epochs, on every rank. Save it beside the
+    states of the model and of the rank's optimizer (equal on all ranks only under
+    ``sync``). Restore all three after `setup`: the run then continues as if it had not
+    been interrupted. The loader's own generator, and the module's and Python's random
+    numbers, are the script's to save. Tensors, numbers, strings, lists and None only,
+    which `torch.load(weights_only=True)` loads. With ``seed=`` augmentation repeats the
+    draws of the first epoch (give `setup` another seed); speeds, the anchor and, under
+    ``auto``, policy and averaging are determined again.
 
     Raises:
         ConfigError: there is no run yet, or this is the inside of a loop.

@@ -76,11 +76,10 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
 
     Ranks may bring different numbers of rows; under ``sync`` the result is in the order
     of the global batch, on every rank. elche weighs each rank's loss by its samples (or
-    by ``weight_of``), and the gradient follows that: it is the one of the whole batch
-    where every rank computes the mean loss over all rows, and as well where each
-    computes the mean loss of its own rows against all. A rank whose
-    `elche.batch_weight` is 0 adds no rows. Labels and other tensors without gradient
-    are passed through, in any dtype.
+    by ``weight_of``), and the gradient follows that: it is that of the whole batch if
+    every rank computes the mean loss over all rows, or the mean loss of its own rows
+    against all. A rank whose `elche.batch_weight` is 0 adds no rows. Labels and other
+    tensors without gradient are passed through, in any dtype.
 
     Every rank calls it equally often, and every rank or none runs backward through it.
     On one device it returns the tensor. Outside the loop each rank's loss weighs alike.

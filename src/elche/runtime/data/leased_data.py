@@ -87,7 +87,7 @@ class _LeaseSampler(Generic[Tag]):
     """Batch sampler of a DataLoader that yields leased batches and never blocks.
 
     Separate from the feed: a reference cycle would keep a finished run and its memory
-        until the next garbage collection.
+    until the next garbage collection.
 
     Args:
         refill: called when the loader draws and nothing is queued; may push.

@@ -145,8 +145,8 @@ class DevicePrefetcher(Generic[Tag]):
         """The next batch, on the device; None if none is held or loaded.
 
         Does not wait for a copy: the stream that trains does. The first batch after a
-            pause is returned before others are fetched; later calls fetch at most two
-            first.
+        pause is returned before others are fetched; later calls fetch at most two
+        first.
 
         Raises:
             Whatever ``next_batch`` raises; batches held then stay held.

@@ -1,17 +1,16 @@
 """Iterable data sets on several ranks: one stream, read by position.
 
-A stream cannot be indexed, so every process that loads (each rank, or each of its
-DataLoader workers) reads all of it from its own copy, forward, and keeps only the
-positions that it was leased; it starts again for a position before its current one (a
-returned lease). Leases, balanced shares, exactly-once and tails are then those of any
-other data set.
+A stream cannot be indexed. So every process that loads (each rank, or each of its
+DataLoader workers) reads its own copy forward, and keeps only its leased positions; it
+starts again for a position before its current one (a returned lease). Leases, balanced
+shares, exactly-once and tails are then those of any other data set.
 
 Guaranteed: every position contributes exactly once, *if* the stream yields the
 same samples in the same order in every process. Streams that draw from the global
-generators of Python, torch or numpy do: those are reseeded at every position. The
-first samples of each epoch are compared between all ranks and all workers, so a stream
-that shuffles with a generator of its own, unseeded, or that divides itself among ranks,
-is refused by name. Division among workers is undone: while a stream is read,
+generators of Python, torch or numpy do: those are reseeded at every position. The first
+samples of each epoch are compared between all ranks and all workers. So a stream
+that shuffles with its own unseeded generator, or divides itself among ranks, is
+refused by name. Division among workers is undone: while a stream is read,
 ``torch.utils.data.get_worker_info()`` reports none.
 
 Each process pays for reading the whole stream, and some 20 microseconds per sample for

@@ -194,7 +194,7 @@ class CoordinatorServer:
         """Registers a connection by its `Hello`: rank, and position in its stream.
 
         A rank that connects after the end of the run gets the reason at once: it may
-            only wait, as a rank of a pipeline does until its group exists.
+        only wait, as a rank of a pipeline does until its group exists.
 
         Args:
             connection: connection of the rank.

@@ -1,8 +1,7 @@
 """End of a rank's process after the end of its launcher.
 
 A training thread notices that when it reads its connection: not while it evaluates,
-    loads, or reduces by hand. The launcher holds the other end of a pipe that a thread
-    of
+loads, or reduces by hand. The launcher holds the other end of a pipe that a thread of
 each rank reads; the system closes it however the launcher ends.
 """
 

@@ -36,7 +36,7 @@ class Timeline:
     """The newest records of one rank.
 
     A batch is kept as one tuple of plain values: a tenth of the cost of its spans,
-        which are made on request, and no work for the garbage collector.
+    which are made on request, and no work for the garbage collector.
 
     Args:
         rank: rank of the timeline.

@@ -196,7 +196,7 @@ class StepGroups:
         """Settles the interrupted pass, once all ranks have formed their group.
 
         Where ranks have joined, between two parts of an epoch, no pass is open: the
-            reducer is rebuilt with them.
+        reducer is rebuilt with them.
 
         Args:
             group: the next group.

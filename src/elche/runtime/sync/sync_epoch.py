@@ -201,8 +201,8 @@ class SyncEpoch:
         """Leaves the epoch after a break in this step, or before the first.
 
         The others run their granted steps: this rank joins them with weight 0, and
-            copies their model if it has missed steps. After a death, when all have run
-            their open steps, the epoch pauses first.
+        copies their model if it has missed steps. After a death, when all have run
+        their open steps, the epoch pauses first.
         """
         reducer = self._reducer
         if self._worker.is_closed or self.end is not None or reducer.is_delayed:

@@ -1,7 +1,7 @@
 """Watch over the batch that a forward pass and its backward pass are of.
 
-A forward pass is of the batch whose tensors it reads, views included, or of the one
-fetched last, where it reads none of the loader's and no other comes into question. So
+A forward pass belongs to the batch whose tensors it reads, views included. If it reads
+none of the loader's, it belongs to the newest batch, unless others are possible. So
 loops may be ahead:
 
     fetch 0, forward 0, fetch 1, backward 0, forward 1, ...            (nanoGPT)
@@ -11,8 +11,8 @@ loops may be ahead:
 A *live graph* is that of a forward pass whose backward pass has not come. A hook on the
 model's outputs detects that pass: autograd calls it before any gradient of the graph
 exists. A container without a forward pass (a ``ModuleList``) is called by its parts.
-A forward pass that no hook sees (of a model compiled after set-up, or called by another
-method) counts as one of the current batch, if no earlier one waits for a pass.
+Some forward passes are seen by no hook (of a model compiled after set-up, or called by
+another method). They count for the current batch, if no earlier one waits for a pass.
 """
 
 from __future__ import annotations

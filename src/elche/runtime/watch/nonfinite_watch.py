@@ -1,9 +1,9 @@
 """NaN/Inf checks of a rank's unreduced gradients, and of the parameters.
 
 Where a loss is NaN or Inf, nearly every gradient is: small tensors show it. The first
-    and the last gradient of a backward pass are checked: the last, near the model's
-    input, also shows errors on the way, and the first may be of another part of the
-    model, as of actor and critic. Sums are kept on their device, and copied to the host
+and the last gradient of a backward pass are checked: the last, near the model's
+input, also shows errors on the way, and the first may be of another part of the
+model, as of actor and critic. Sums are kept on their device, and copied to the host
 behind what is computed when a report is due, so that nothing waits.
 """
 

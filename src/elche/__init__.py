@@ -105,7 +105,7 @@ MODULES = {
         *("TrainerConfig", "TrainingHandle", "TrainingPhase"),
     ),
 }
-"""Public modules, and what each holds beside the names above."""
+"""Public modules, and the names in each beside those above."""
 _REMOVED = {
     "LocalReplicas": "run a process per device (elche run script.py), and reduce by "
     "hand with elche.init_group and elche.Replica",
@@ -115,7 +115,7 @@ _REMOVED = {
         "windows=elche.WindowConfig(guard=False)",
     ),
 }
-"""Names that were, and what to do instead."""
+"""Removed names, and their replacements."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PLACE_OF = {name: home for home, names in MODULES.items() for name in names}
 

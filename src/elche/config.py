@@ -30,50 +30,50 @@ class RunConfig(SettingsGroup):
     """Settings of a run, equal on every rank.
 
     Attributes:
-        policy: ``"sync"``, the default (gradients reduced at every batch, shares of
-            the global batch by delivered speed; the result is one device's), or by
-            name what changes the optimisation: ``"cadence"`` (local steps in El Che
+        policy: ``"sync"``, the default (gradients reduced at every batch, shares of the
+            global batch by delivered speed; the result equals one device's), or a
+            policy that changes the optimisation: ``"cadence"`` (local steps in El Che
             windows, parameters averaged at their end), ``"async"`` (as cadence, the
-            averaging overlapped with the next window) or ``"auto"`` (begins as sync,
-            measures, goes on by predicted goodput, with windows too, and says so). In
-            a `Trainer` also ``"delayed_sync"``: as sync, but gradients are summed while
-            the next batch is computed, and move the model one step late; they are
-            taken at parameters extrapolated by as much.
-        seed: when given, sample augmentation draws by (epoch, position) and
-            dropout by (seed, rank); None leaves the user's seeding alone and only
-            makes ranks differ.
-        loss_reduction: what the loop's loss is over the samples of a batch: their
-            ``"mean"`` or their ``"sum"``. Where gradients are reduced they are those of
-            the mean, or of the sum, over the samples of all ranks (under ``sync`` and
-            in gradient windows); averaged parameters do not depend on it.
+            averaging overlapped with the next window), or ``"auto"`` (begins as sync,
+            chooses by predicted goodput, logs its choice). In a `Trainer` also
+            ``"delayed_sync"``: as sync, but gradients are summed while the next batch
+            is computed, and applied one step late; they are computed at parameters
+            extrapolated by one step.
+        seed: seed of sample augmentation, by (epoch, position), and of dropout, by
+            rank; None keeps the user's seeding and only makes ranks differ.
+        loss_reduction: reduction of the loop's loss over a batch: ``"mean"`` or
+            ``"sum"``. Reduced gradients (under ``sync`` and in gradient windows) are
+            those of the mean, or of the sum, over all ranks' samples; averaged
+            parameters do not depend on it.
         max_samples: most samples that a rank's device holds at once, as ``{rank:
             samples}`` or a sequence of one number (or None) per rank. Under ``sync`` no
             share is larger; a loop of the `Trainer` runs larger ones in micro-batches,
-            and learns of limits by itself. Kept as a tuple of one value per rank.
+            and finds limits by itself. Stored as a tuple with one value per rank.
         speed_hints: relative speeds per rank until the first measurement.
-        shares: of a batch under ``sync``: ``"auto"`` by delivered speed; ``"fixed"``
-            keeps those of the first step (by ``speed_hints``, else equal), so that each
-            column of every batch is on one rank, as state carried over batches needs.
-            Of a smaller batch the columns that are left stay on their rank, but for the
-            last ones where a rank would have none; smaller than the world, it is
-            divided anew.
-        codec: how averaged parameters, or the gradients of ``sync``, travel:
-            ``"fp32"`` as they are, ``"bf16"``, ``"int8"`` or ``"int4"`` in fewer bytes,
-            with error feedback. float64 and complex ones travel as they are, as do
+        shares: ranks' shares of a batch under ``sync``: ``"auto"`` by delivered speed;
+            ``"fixed"`` keeps those of the first step (by ``speed_hints``, else equal),
+            so that each column of every batch is on one rank, as state carried over
+            batches needs. In a smaller batch the remaining columns stay on their rank,
+            except the last ones where a rank would have none; a batch smaller than the
+            world is divided anew.
+        codec: encoding of averaged parameters, or of ``sync``'s gradients, on the wire:
+            ``"fp32"`` unencoded, ``"bf16"``, ``"int8"`` or ``"int4"`` in fewer bytes,
+            with error feedback. float64 and complex tensors are sent unencoded, as are
             gradients while policy ``auto`` runs as ``sync``.
         timeout_s: deadline of every wait for another rank.
-        leave_out: under ``sync`` a rank without which steps are predicted to be shorter
-            gets no batch, from an epoch's start or its calibration on, and is tried
-            again now and then; False keeps all. Needs ``epochs=`` (or the `Trainer`, or
+        leave_out: exclude a rank under ``sync`` if steps are predicted to be shorter
+            without it, from an epoch's start or its calibration on; it is retried now
+            and then. False keeps all. Needs ``epochs=`` (or the `Trainer`, or
             ``loader.steps(n)``), since a loop that counts steps itself would count too
             few on such a rank.
-        survive: the death of a rank ends nothing: the others train what it had not
-            committed. Needs ``elche run`` or `elche.launch`; False, or a setting under
-            which no run survives (docs/protocol.md), ends the run.
-        min_ranks: while fewer ranks live the run pauses until others have joined it
-            (``elche run --rejoin``), for ``timeout_s`` at most, and then ends.
+        survive: training continues when a rank dies: the others train its uncommitted
+            batches. Needs ``elche run`` or `elche.launch`; False, or a setting that
+            rules this out (docs/protocol.md), ends the run.
+        min_ranks: the run pauses while fewer ranks are alive, until others join it
+            (``elche run --rejoin``); after ``timeout_s`` it ends.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
-        transport: an `elche.config.TransportConfig`: how tensors travel between ranks.
+        transport: an `elche.config.TransportConfig`: transport of tensors between
+            ranks.
         debug: an `elche.config.DebugConfig`: deterministic runs.
     """
 
@@ -109,7 +109,7 @@ class RunConfig(SettingsGroup):
         self._check_planned()
 
     def _check_windows(self) -> None:
-        """Windows, codecs and shares need a policy that has them."""
+        """Refuses windows, codecs and shares that the policy does not have."""
         windows = self.windows
         is_sync = self.policy in ("sync", DELAYED_SYNC)
         if self.shares == "fixed" and not is_sync:
@@ -185,12 +185,12 @@ class RunConfig(SettingsGroup):
 def default_outer_lr(world_size: int, outer: str = "nesterov") -> float:
     """Outer learning rate of a step with momentum.
 
-    Equal drift weights shrink the step of the mean, the more so the more ranks.
+    Equal drift weights shrink the step of the mean, and more ranks shrink it more.
     Nesterov's rates restore it, up to about 1.5 for rate times (1 + momentum)
     (measured: `docs/convergence.md`); SlowMo's is its paper's 1.
 
     Args:
-        world_size: ranks.
+        world_size: number of ranks.
         outer: ``"nesterov"`` or ``"slowmo"``.
     """
     return 0.7 if outer == "nesterov" and world_size <= 2 else 1.0

@@ -22,7 +22,7 @@ def check_fields(
     """Checks the fields of a dataclass; those that are None by default may be None.
 
     Args:
-        settings: fields annotated as a Literal or as bool are checked by that.
+        settings: dataclass whose Literal and bool fields are checked by annotation.
         whole: least value of each whole number.
         positive: names of positive numbers.
         group: prefix of names in messages.
@@ -67,7 +67,7 @@ def caps_of(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None
 
 
 def hints_of(given: Sequence[float] | None) -> tuple[float, ...] | None:
-    """A speed per rank."""
+    """Checks speed hints; returns one per rank."""
     if given is None:
         return None
     if isinstance(given, (str, Mapping)) or not hasattr(given, "__iter__"):
@@ -82,7 +82,7 @@ def hints_of(given: Sequence[float] | None) -> tuple[float, ...] | None:
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    """One of these words."""
+    """Checks that a value is one of the known ones."""
     if value not in known:
         raise ConfigError(
             f"unknown {name} {value!r}; expected one of: {', '.join(known)}"
@@ -90,19 +90,19 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """An int of at least that much."""
+    """Checks for an int of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"expected {name} to be an int >= {least}, got {value!r}")
 
 
 def check_bool(name: str, value: object) -> None:
-    """True or False."""
+    """Checks for a bool."""
     if not isinstance(value, bool):
         raise ConfigError(f"expected {name} to be True or False, got {value!r}")
 
 
 def check_known(names: Iterable[str], known: Collection[str], where: str = "") -> None:
-    """No name beside the known ones; the nearest is suggested."""
+    """Refuses unknown names, and suggests the nearest known one."""
     for name in sorted(set(names) - set(known)):
         near = difflib.get_close_matches(name, known, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
@@ -113,12 +113,12 @@ def check_known(names: Iterable[str], known: Collection[str], where: str = "") -
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True if it is a number, and no bool."""
+    """True for a number that is not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_positive(name: str, value: object) -> None:
-    """A finite number above zero."""
+    """Checks for a finite number above zero."""
     if not is_number(value) or not math.isfinite(value) or value <= 0:
         raise ConfigError(
             f"expected {name} to be a positive finite number, got {value!r}"

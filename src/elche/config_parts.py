@@ -21,7 +21,7 @@ _Part = TypeVar(
 
 
 class SettingsGroup:
-    """Base of settings: names beside their fields are refused with what to write."""
+    """Base of settings; refuses unknown names and suggests the right ones."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class SettingsGroup:
         """Refuses former and unknown names.
 
         Raises:
-            ConfigError: a name is no setting here; says what to write.
+            ConfigError: a name is no setting here; the message suggests another.
         """
         own = {item.name for item in fields(cls)}  # type: ignore[arg-type]
         refuse_former(given.keys() - own)
@@ -45,10 +45,10 @@ class OuterConfig(SettingsGroup):
         optimizer: ``"average"`` (none), ``"nesterov"``, or ``"slowmo"`` (heavy-ball
             momentum, arXiv:1910.00643); ``"auto"`` is Nesterov, or plain averaging in
             a run that is known to have fewer than 4 windows.
-        lr: its learning rate; None is 1 for ``"slowmo"`` (its paper's) and picks
-            Nesterov's by world size (0.7 at two ranks, 1 beyond).
-        momentum: of its step; the default, 0.5, is measured for Nesterov and within
-            the 0.4 to 0.8 that SlowMo's paper uses.
+        lr: outer learning rate; None is 1 for ``"slowmo"`` (as in its paper), and for
+            Nesterov 0.7 at two ranks, 1 beyond.
+        momentum: momentum of its step; the default, 0.5, was measured for Nesterov and
+            is within the 0.4 to 0.8 of SlowMo's paper.
     """
 
     optimizer: OuterOptimizer = "auto"
@@ -73,11 +73,11 @@ class WindowConfig(SettingsGroup):
     """Windows of ``cadence``, ``async`` and ``auto``: length, and what they reduce.
 
     Attributes:
-        local_batch_size: samples of a local step at most, of which there are as few in
-            a batch as fit; None cuts every batch into as many as there are ranks.
-        update: what a window of ``cadence`` reduces: ``"parameters"``, or
+        local_batch_size: most samples of a local step; each batch is cut into as few
+            local steps as possible. None cuts it into one per rank.
+        update: tensors that a window of ``cadence`` reduces: ``"parameters"``, or
             ``"gradients"`` (summed over the window, one common optimizer step at
-            its end). ``"auto"`` is what the policy usually does.
+            its end). ``"auto"`` is the policy's default.
         anchor: batches of the slowest rank in the first window.
         min_anchor: the anchor's lower bound.
         max_anchor: its upper bound; 0 switches El Che off (a window is one batch
@@ -86,7 +86,7 @@ class WindowConfig(SettingsGroup):
             the anchor grows; clamped to 0.01 .. 0.50.
         max_grad_norm: norm to which the reduced gradient of ``update="gradients"`` is
             clipped; elsewhere the loop clips.
-        guard: watches how far replicas drift apart, and shortens windows.
+        guard: monitor how far replicas drift apart, and shorten windows.
         non_finite: reaction to a rank's update that is not finite. It is always
             discarded, and its batches are not trained on again; the rank warns, naming
             them, and its next windows are of one batch until its update is finite.
@@ -149,11 +149,10 @@ class TransportConfig(SettingsGroup):
     """Transport of tensors between ranks.
 
     Attributes:
-        kind: ``"auto"`` lets ranks of one host that compute on the CPU sum in
-            memory they share, those that have a CUDA device each sum gradients through
-            NCCL, and the others through gloo; ``"gloo"`` is gloo always; ``"nccl"``
-            sums gradients through NCCL between hosts as well, or refuses to train, and
-            the death of a rank ends the run.
+        kind: under ``"auto"``, CPU ranks of one host sum in shared memory, ranks with a
+            CUDA device each sum gradients through NCCL, and the others use gloo.
+            ``"gloo"`` always uses gloo. ``"nccl"`` sums gradients through NCCL between
+            hosts as well, or refuses to train; the death of a rank then ends the run.
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
     """
 
@@ -166,7 +165,7 @@ class TransportConfig(SettingsGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig(SettingsGroup):
-    """Runs that can be repeated.
+    """Settings for reproducible runs.
 
     Attributes:
         deterministic: plans depend on the settings alone, not on time: two runs
@@ -180,10 +179,10 @@ class DebugConfig(SettingsGroup):
 
 
 def part_of(name: str, kind: type[_Part], given: object) -> _Part:
-    """A group of settings, from one or (in files and messages) from a mapping.
+    """A group of settings, from an instance or (in files and messages) a mapping.
 
     Raises:
-        ConfigError: it is neither, or a setting is unknown or wrong.
+        ConfigError: ``given`` is neither, or a setting is unknown or wrong.
     """
     if isinstance(given, kind):
         return given
@@ -231,7 +230,7 @@ FORMER_SETTINGS = {
     **{name: f"{name}= is now {place}" for name, place in _FORMER.items()},
     **REMOVED,
 }
-"""Names that settings had, and the answer to each."""
+"""Former names of settings, and the error message for each."""
 NO_AUTO_CODEC = (
     "codec='auto' was removed: measure the link between ranks (`elche doctor`) and "
     "name the codec: 'int8' below about 250 Mbit/s, 'bf16' below 700, none above"
@@ -239,10 +238,10 @@ NO_AUTO_CODEC = (
 
 
 def refuse_former(names: Iterable[str]) -> None:
-    """Answers names that settings had before.
+    """Refuses former names of settings.
 
     Raises:
-        ConfigError: one of the names is such; says where the setting is now.
+        ConfigError: a name is a former one; the message gives the new place.
     """
     for name in names:
         if name in FORMER_SETTINGS:

@@ -12,11 +12,11 @@
     │   └── RankLostError      a rank died where the others cannot continue without it
     ├── RemoteRankError        another rank failed; carries its traceback
     ├── AbortedError           `handle.abort()` has ended the training of this rank
-    ├── NonFiniteError         what a rank learned is not finite, again, or the model
+    ├── NonFiniteError         a rank's update is not finite again, or the model is NaN
     ├── CheckpointError        a checkpoint cannot be written, or not be read
     ├── ContributionError      a pipeline lost a gradient, or counted it twice
-    └── ProtocolError          a message that may not come now, or not at all
-        └── TransitionError    an impossible transition; carries the story
+    └── ProtocolError          an unexpected or unreadable message
+        └── TransitionError    an impossible transition; carries the event log
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class NonFiniteError(ElcheError):
     """A rank's update was not finite twice in a row, or the model is lost.
 
     Attributes:
-        rank: where it happened.
-        batches: (start, stop) of the epoch's batches that it was learned from.
-        part: (start, stop) of the samples of the batch, where only some are meant.
-        samples: the dataset's keys of all that; on a rank, and not in the coordinator.
+        rank: rank on which it happened.
+        batches: (start, stop) ranges of the update's batches in the epoch.
+        part: (start, stop) of the samples within a batch; () for whole batches.
+        samples: dataset keys of these samples; empty in the coordinator.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ContributionError(ElcheError):
 
 
 class DeadlineError(CommunicationError):
-    """A wait reached its deadline; the message names who was waited for."""
+    """A wait reached its deadline; the message names the missing ranks."""
 
 
 class RankLostError(CommunicationError):
@@ -111,11 +111,11 @@ class RemoteRankError(ElcheError):
 
 
 class ProtocolError(ElcheError):
-    """A message that may not come now, or that cannot be read."""
+    """A message that is unexpected now, or that cannot be read."""
 
 
 class TransitionError(ProtocolError):
-    """An impossible transition of the coordination core; carries its story."""
+    """An impossible transition of the coordination core; carries the event log."""
 
     def __init__(self, message: str, story: Sequence[str] = ()) -> None:
         super().__init__(message)

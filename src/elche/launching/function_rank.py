@@ -31,7 +31,7 @@ def run_rank(
     result: str,
     output: Connection | None,
 ) -> NoReturn:
-    """In a rank's process: the call, and the hooks of a process that ends by itself.
+    """Calls ``main`` in a rank's process, with the exit hooks of a normal process.
 
     The file ``result`` receives value, error and traceback, pickled.
     """
@@ -46,7 +46,7 @@ def run_rank(
 def call_as_rank(
     main: Callable[..., Any], args: tuple[Any, ...], dumps: Callable[[Any], bytes]
 ) -> tuple[int, bytes]:
-    """Calls a function as all of a rank's program.
+    """Calls a function as the whole program of a rank.
 
     Args:
         main: the function.
@@ -69,12 +69,12 @@ def call_as_rank(
         summary = traceback.format_exception_only(error)[-1].strip()
         text = "".join(traceback.format_exception(error))
         message = dumps((None, summary, text))
-    atexit._run_exitfuncs()  # which multiprocessing leaves out
+    atexit._run_exitfuncs()  # multiprocessing skips them
     return code, message
 
 
 def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> None:
-    """Makes a new process of multiprocessing what `elche run` starts."""
+    """Sets up a multiprocessing process like one that `elche run` starts."""
     is_fork = _is_fork()
     if is_fork:
         atexit._clear()  # of the notebook
@@ -117,7 +117,7 @@ def check_cuda() -> None:
     """Refuses CUDA in a fork whose parent has used it.
 
     Raises:
-        ConfigError: says what to do instead.
+        ConfigError: the message says what to do instead.
     """
     try:
         torch.cuda.init()

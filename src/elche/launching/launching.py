@@ -1,9 +1,8 @@
 """`elche.launch`: a function run by every rank, from a script or a notebook.
 
 A function that a fresh process can import is run in one. A notebook's own functions
-cannot be imported, so that its ranks are forks of it, as in other notebook launchers: a
-fork cannot use CUDA if its parent did, and hangs in the threads of OpenMP, of which it
-therefore uses one.
+cannot be imported, so its ranks are forks of it, as in other notebook launchers. A fork
+cannot use CUDA if its parent did. It uses one OpenMP thread: more would hang.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Result = TypeVar("Result")
 
 OUTPUT_BYTES = 1 << 16
 LOOK_S = 0.02
-"""Poll interval (s) of what ranks print."""
+"""Poll interval (s) of the ranks' output."""
 PROCESS = "elche-rank-"
 """Name of a rank's process, before its number."""
 
@@ -64,18 +63,18 @@ def launch(
     process, as under ``elche run``; `elche.setup` and all else of elche work in it. A
     rank's output appears here. Ctrl-C, or a notebook's interrupt, ends all ranks.
 
-    In a script or module, ``main`` stands at the top level and ``args`` can be pickled.
-    A notebook's own functions need nothing of that, but its ranks are forked: CUDA must
+    In a script or module, define ``main`` at the top level and give picklable ``args``.
+    A notebook's own functions need neither, but its ranks are forked: CUDA must
     not have been used in the notebook before, and ranks on the CPU compute with one
-    thread each. A ``main`` imported from a file knows neither limit.
+    thread each. A ``main`` imported from a file has neither limit.
 
-    What rank 0 returns comes back pickled; of other ranks nothing is returned. Where it
-    has died, and the others went on, it is the next one's. Tensors are best moved to
-    the CPU.
+    Rank 0's return value is pickled; the other ranks' values are dropped. If rank 0
+    died and the others continued, the next rank's value is returned. Move tensors to
+    the CPU first.
 
     Args:
-        main: what each rank runs.
-        devices: how many ranks, or a device for each, such as ``["cuda:0", "cpu"]``;
+        main: function that each rank runs.
+        devices: number of ranks, or a device for each, such as ``["cuda:0", "cpu"]``;
             None for every CUDA device, or one rank on the CPU.
         args: arguments of ``main``.
         speeds: relative speeds of emulated CPU devices, in place of ``devices``.
@@ -109,10 +108,10 @@ def launch(
 
 @final
 class FunctionRanks:
-    """The processes of one call, their output, and what they returned.
+    """Processes of one `launch` call, their output and return values.
 
     Args:
-        main: what each rank runs.
+        main: function that each rank runs.
         args: its arguments.
     """
 
@@ -202,7 +201,7 @@ class FunctionRanks:
                 )
 
     def _show(self) -> bool:
-        """Writes what ranks have printed to this process's output; False: nothing."""
+        """Copies ranks' new output to this process; returns False if there is none."""
         if self._output is None or not self._output[0].poll():
             return False
         text = os.read(self._output[0].fileno(), OUTPUT_BYTES)
@@ -226,7 +225,7 @@ class FunctionProcess:
     """A process of Python's multiprocessing as the launcher watches it.
 
     Args:
-        process: it has been started.
+        process: process that has been started.
     """
 
     def __init__(self, process: BaseProcess) -> None:
@@ -258,11 +257,11 @@ class FunctionProcess:
 
 
 def value_of(result: LaunchResult, returned: Callable[[int], Returned]) -> Any:
-    """Value of a run's function: of the first rank that ended well.
+    """Return value of the first rank that ended well.
 
     Args:
-        result: of the run.
-        returned: what the function of a rank returned.
+        result: result of the run.
+        returned: returns a rank's `Returned`.
 
     Raises:
         RemoteRankError: a rank failed.
@@ -276,10 +275,10 @@ def value_of(result: LaunchResult, returned: Callable[[int], Returned]) -> Any:
 
 
 def _check_place() -> None:
-    """Refuses processes that are to start no ranks.
+    """Refuses to start ranks from a process that is itself a rank.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: the message says why.
     """
     if multiprocessing.current_process().name.startswith(PROCESS):
         raise ConfigError(
@@ -294,7 +293,7 @@ def _check_place() -> None:
 
 
 def _is_defined_in_notebook(main: Callable[..., Any]) -> bool:
-    """True if no fresh process could import it."""
+    """True if a fresh process could not import the function."""
     return main.__module__ == "__main__" and not hasattr(
         sys.modules["__main__"], "__file__"
     )

@@ -1,7 +1,7 @@
 """A rank's process on a node of Ray: ``remote_rank SOCKET PARENT [SCRIPT ...]``.
 
-Without a script it calls the function that comes over the socket, and answers with what
-that returned.
+Without a script it calls the function received over the socket, and sends its result
+back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the system kill this process, whatever it does, when its actor ends."""
+    """Has the kernel kill this process when its actor ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

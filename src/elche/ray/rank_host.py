@@ -26,7 +26,7 @@ RESULT_S: Final = 5.0
 
 @final
 class RankHost:
-    """Starts, signals and awaits the processes of one place, one at a time."""
+    """Starts, signals and awaits a place's processes, one at a time."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -69,7 +69,7 @@ class RankHost:
         assert self._process is not None
         assert self._reading is not None
         code = await self._process.wait()
-        # Processes that it has left behind may hold the socket open.
+        # Processes that it left behind may hold the socket open.
         await asyncio.wait([self._reading], timeout=RESULT_S)
         return code, self._reading.result() if self._reading.done() else b""
 

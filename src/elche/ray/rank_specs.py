@@ -1,4 +1,4 @@
-"""A run on Ray, and what each of its ranks needs of a node."""
+"""A run on Ray, and the node requirements of its ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ NODE_LABEL: Final = "ray.io/node-id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """A rank's needs, by which Ray finds a node for it.
+    """Requirements of a rank, by which Ray places it on a node.
 
     Attributes:
-        resources: of the node, such as ``{"GPU": 1, "CPU": 4}``; what it is given is
-            this rank's alone.
+        resources: resources of the node that are reserved for this rank, such as
+            ``{"GPU": 1, "CPU": 4}``.
         label_selector: labels of the node, such as ``{"ray.io/accelerator-type":
             "A100"}``.
-        speed_hint: its relative speed until the first measurement; of all ranks or
-            none.
+        speed_hint: relative speed until the first measurement; for all ranks or none.
     """
 
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
@@ -55,17 +54,17 @@ class RankSpec:
             raise ConfigError(f"expected a positive speed_hint, got {hint!r}")
 
     def on(self, node: str) -> RankSpec:
-        """The same needs on one node, by its id."""
+        """Returns the same requirements, pinned to one node by its id."""
         labels = {**self.label_selector, NODE_LABEL: node}
         return RankSpec(resources=self.resources, label_selector=labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerNode(RankSpec):
-    """A rank on each node that has what it needs, also on nodes that come later."""
+    """One rank on each suitable node, also on nodes that are added later."""
 
     def fits(self, node: Mapping[str, object]) -> bool:
-        """True if a node, as `ray.nodes` describes it, can have such a rank."""
+        """True if a node, as `ray.nodes` describes it, can hold such a rank."""
         has, labels = node["Resources"], node.get("Labels") or {}
         assert isinstance(has, Mapping)
         assert isinstance(labels, Mapping)
@@ -81,7 +80,7 @@ class Job:
     """A run: ranks, program and settings.
 
     Attributes:
-        ranks: what each needs of a node.
+        ranks: node requirements of each rank.
         command: a script and its arguments; () for a function.
         call: the function and its arguments, pickled.
         launch: settings of the launch; the supervisor adds the ranks.
@@ -103,7 +102,7 @@ def _is_positive(number: object) -> bool:
 
 
 def hints_of(ranks: Sequence[RankSpec]) -> str:
-    """Speed hints of ranks as a variable's text; "" without.
+    """Speed hints of ranks as an environment variable; "" if there are none.
 
     Raises:
         ConfigError: some ranks have one, and others not.

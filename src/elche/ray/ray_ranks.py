@@ -32,7 +32,7 @@ FENCE_S: Final = 1.0
 A rank that cannot reach the coordinator ends itself soon after; see `UNREACHABLE_S`.
 """
 AGAIN_S: Final = 1.0
-"""Pause (s) before another actor is asked for."""
+"""Pause (s) before another actor is requested."""
 KILLED: Final = -int(signal.SIGKILL)
 
 
@@ -41,12 +41,12 @@ class RayRanks:
     """Starts ranks in actors, each in a bundle of its own.
 
     Args:
-        config: of the launch.
-        specs: of the places that there are from the start.
-        job: of the launch.
+        config: configuration of the launch.
+        specs: requirements of the initial places.
+        job: run to be launched.
 
     Attributes:
-        results: of ranks whose processes have ended, pickled.
+        results: pickled results of ranks whose processes have ended.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RayRanks:
         self.add(*specs)
 
     def add(self, *specs: RankSpec) -> int:
-        """Adds places, all of them on nodes at one time; returns the first's number."""
+        """Adds places in one placement group; returns the first place's number."""
         first = len(self._places)
         bundles = [dict(spec.resources) for spec in specs]
         labels = [dict(spec.label_selector) for spec in specs]
@@ -129,7 +129,7 @@ class RayRanks:
                 process.has_started = True
             except RayTaskError:  # it would fail again
                 raise
-            except RayError as error:  # its node is going, and Ray does not know yet
+            except RayError as error:  # a node that Ray still thinks alive
                 process.trouble = f"its actor has died before it began: {error}"
                 logger.info("%s", process.trouble)
                 self._drop(place)
@@ -141,13 +141,13 @@ class RayRanks:
         await process.fence()
 
     def end_waiting(self) -> None:
-        """Gives up ranks that wait for a node: the run is over."""
+        """Cancels ranks that wait for a node, when the run is over."""
         for each in self._processes:
             if not each.has_started and each.returncode is None:
                 each.send_signal(signal.SIGTERM)
 
     def _host(self, place: int) -> Any:
-        """The actor of a place; Ray makes it when a node has room for it."""
+        """Returns the actor of a place; Ray starts it when a node has room."""
         if place not in self._hosts:
             spec, group, bundle = self._places[place]
             named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
@@ -163,7 +163,7 @@ class RayRanks:
         return self._hosts[place]
 
     def _drop(self, place: int) -> None:
-        """Gives up the actor of a place: the next rank there gets another."""
+        """Kills the actor of a place; the next rank there gets a new one."""
         host = self._hosts.pop(place, None)
         if host is not None:
             with contextlib.suppress(RayError):
@@ -179,16 +179,16 @@ class RayRanks:
 
 @final
 class RayProcess:
-    """A rank's process on some node, or one that waits for a node.
+    """A rank's process on a node, or waiting for a node.
 
     Args:
-        run: starts it, waits for its end, and returns its exit code.
-        drop: gives up its actor.
+        run: starts the process, waits for its end, and returns its exit code.
+        drop: kills its actor.
 
     Attributes:
         host: its actor.
         has_started: False while it waits for a node.
-        trouble: why its last actor died before that, "" if none did.
+        trouble: why its last actor died before the start; "" if none did.
         returncode: see `RankProcess`.
     """
 
@@ -218,7 +218,7 @@ class RayProcess:
         return self.returncode or 0
 
     async def fence(self) -> None:
-        """Kills it; a node that does not confirm that is taken for dead."""
+        """Kills the process; a node that does not confirm this counts as dead."""
         if self.returncode is None:
             self.send_signal(signal.SIGKILL)
             await asyncio.wait([self._running], timeout=FENCE_S)

@@ -53,12 +53,12 @@ def run(
     Args:
         train: the function, or a script's path on every node (relative to the job's
             working directory).
-        ranks: what each rank needs of a node; or `per_node`.
-        args: arguments of the function, or words for the script.
-        policy: where the script names none.
-        rejoin: most ranks that are started in place of some that have died.
-        min_ranks: while fewer live, those pause until others have joined.
-        max_restarts: how often all ranks are started anew where a death ends the run.
+        ranks: node requirements of each rank; or `per_node`.
+        args: arguments of the function or of the script.
+        policy: policy of a script that names none.
+        rejoin: most replacements of dead ranks.
+        min_ranks: training pauses while fewer ranks are alive.
+        max_restarts: most restarts of all ranks when a death ends the run.
         checkpoint_dir: folder for checkpoints, which all nodes see.
         checkpoint_every: seconds between two checkpoints.
         keep: complete checkpoints to keep.

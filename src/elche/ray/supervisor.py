@@ -1,7 +1,7 @@
 """The supervisor of a run on Ray: an actor on the head node.
 
 It makes, watches and replaces the ranks' actors, and holds the coordinator, by the code
-of `elche run`. It is restarted nowhere else: only what can reach it commits.
+of `elche run`. It is never restarted elsewhere: only ranks that reach it can commit.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LOOK_S: Final = 1.0
 
 @final
 class Supervisor:
-    """Runs one job; calls come in threads of their own.
+    """Runs one job; each call runs in its own thread.
 
     Args:
-        job: what to run.
+        job: run to be started.
     """
 
     def __init__(self, job: Job) -> None:
@@ -48,10 +48,10 @@ class Supervisor:
         self._nodes: dict[str, int] = {}  # under `PerNode`: the place of each
 
     def run(self) -> tuple[LaunchResult, dict[int, bytes]]:
-        """Runs the job; returns its end, and what the ranks returned, pickled.
+        """Runs the job; returns its result, and the ranks' pickled return values.
 
         Raises:
-            ConfigError: under `PerNode` no node has what a rank needs.
+            ConfigError: under `PerNode` no node meets a rank's requirements.
         """
         job, ranks = self._job, self._job.ranks
         if isinstance(ranks, PerNode):
@@ -80,9 +80,9 @@ class Supervisor:
     def interrupt(self, number: int) -> None:
         """Ends the run as `elche run` does on a signal."""
         with self._changing:
-            self._signal = signal.Signals(number)  # for the next launch, if none is on
+            self._signal = signal.Signals(number)  # for the next launch, if none runs
             if self._loop is not None and self._run is not None:
-                with contextlib.suppress(RuntimeError):  # the last one's is closed
+                with contextlib.suppress(RuntimeError):  # the old loop is closed
                     self._loop.call_soon_threadsafe(
                         self._run.processes.interrupt, self._signal
                     )
@@ -117,7 +117,7 @@ async def _watch_nodes(
 
 
 def _fitting(ranks: PerNode) -> list[str]:
-    """Ids of the nodes that have what a rank needs."""
+    """Ids of the nodes that meet a rank's requirements."""
     return [str(each["NodeID"]) for each in ray.nodes() if ranks.fits(each)]
 
 

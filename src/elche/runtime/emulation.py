@@ -1,16 +1,16 @@
 """Emulated devices: real, small compute stretched to a fixed time per sample.
 
-An emulated device is a real worker on the CPU. It computes the real model, its
-real gradients and its real updates, and sleeps until a device of the declared
-speed would have got as far: one third of a pass's time in the forward pass,
-two thirds spread over the backward pass before each gradient appears, so that
-a reduction started by a gradient can overlap with the rest as it would on a
-device. The same wrapper goes around every contender of a comparison.
+An emulated device is a real worker on the CPU. It computes the real model, its real
+gradients and its real updates, and sleeps until a device of the declared speed would
+have got as far: one third of a pass's time in the forward pass, two thirds spread over
+the backward pass before each gradient appears. So a reduction started by a gradient can
+overlap with the rest, as on a device. Every contender of a comparison gets the same
+wrapper.
 
-Deadlines are absolute. Real compute is absorbed by the sleep that follows it,
-and errors of single sleeps do not add up. Where real compute takes longer than
-the declared time there is nothing left to stretch: the handle counts that, so
-that a benchmark can say that its emulation was not honest.
+Deadlines are absolute. Real compute is absorbed by the sleep that follows it, and
+errors of single sleeps do not add up. Where real compute takes longer than the declared
+time there is nothing left to stretch: the handle counts that, so that a benchmark can
+report a dishonest emulation.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EmulationConfig:
             )
 
     def pass_s(self, samples: int) -> float:
-        """Seconds that so many samples take together, forward and backward."""
+        """Seconds that ``samples`` take together, forward and backward."""
         return (self.fixed_ms + samples * self.ms_per_sample / self.speed) / 1e3
 
 
@@ -84,8 +84,8 @@ class EmulationHandle:
     enabled are stretched; evaluation runs at real speed. The number of samples is the
     leading dimension of the first tensor among the arguments.
 
-    A backward pass pays for the forward passes whose outputs it goes through. A
-    forward pass whose output holds no tensor that requires a gradient pays for both.
+    A backward pass is stretched for the forward passes whose outputs it goes through. A
+    forward pass whose output requires no gradient is stretched for both.
 
     Args:
         model: root module, on the CPU.
@@ -192,7 +192,7 @@ class EmulationHandle:
         return self._backward
 
     def _end_backward(self) -> None:
-        """Pay for parameters without a gradient, and count; ends every pass."""
+        """Ends a pass: sleeps for parameters without a gradient, and counts it."""
         backward, self._backward = self._backward, _BackwardPass()
         deadline_s = backward.begin_s + backward.duration_s
         late_s = time.perf_counter() - max(deadline_s, backward.woke_s)
@@ -208,7 +208,7 @@ emulate = EmulationHandle
 
 @dataclass
 class _BackwardPass:
-    """One backward pass under way: what it must pay for and how far it is.
+    """One backward pass in progress: its emulated time and its state.
 
     Each gradient takes an equal part of the time, in whatever order autograd
     brings them. Parameters are about as many in every layer, so this is time by

@@ -16,7 +16,7 @@ STATE_CALLS = ("state_dict", "load_state_dict")
 
 
 def check_unstarted(loader: DataLoader[Any]) -> None:
-    """Refuses a loader that is to go on inside an epoch, whose state nobody reads.
+    """Refuses a loader with a loaded state, which elche would ignore.
 
     Raises:
         ConfigError: its load_state_dict was called.
@@ -37,11 +37,11 @@ class RunLoader(_Base):
     Under ``sync`` every rank gets a share of each global batch; under ``cadence`` each
     rank gets whole batches, as many as its speed allows, so a loop body runs a
     different number of times on each rank. ``len()`` is the single-process length;
-    everything else but iteration is the user's loader's.
+    all but iteration is the user's loader's.
 
     Args:
         loader: the user's loader.
-        positions: the loader of the same data that the run divides.
+        positions: loader of the same data by position, which the run divides.
         run: the run.
     """
 
@@ -85,8 +85,8 @@ class RunLoader(_Base):
         A step is a global batch of the user's loader, so these are the first ``n``
         batches of a single process. They are counted over the whole run, a resumed part
         included, and over all ranks: under ``sync`` each rank's loop body runs ``n``
-        times, in windows as often as is its part. All ranks end together, with one
-        model. A rank that breaks off ends it for all. Each call begins a new epoch.
+        times, in windows as often as its part requires. All ranks end together, with
+        one model. A break on one rank ends it for all. Each call begins a new epoch.
 
         Args:
             n: steps of the whole run, the same on every rank.

@@ -22,7 +22,7 @@ class RankHost:
 
     Args:
         synchroniser: reduces the batch's gradients, or its window.
-        worker: this rank's shell.
+        worker: this rank's worker.
     """
 
     def __init__(self, synchroniser: Synchroniser, worker: Worker) -> None:
@@ -30,24 +30,24 @@ class RankHost:
         self._worker = worker
 
     def hold(self, holds: bool) -> None:
-        """Keeps gradients that appear now for the last micro-batch, or not."""
+        """Accumulates gradients for the last micro-batch while ``holds``."""
         self._current.hold(holds)
 
     def rewind(self) -> None:
-        """A pass was broken off and the batch is run again; it is not timed.
+        """Discards an interrupted pass; its batch is run again, untimed.
 
         Raises:
-            CommunicationError: its gradients had been reduced.
+            CommunicationError: its gradients were reduced already.
         """
         self._worker.is_cold = True
         self._current.rewind()
 
     def untimed(self) -> None:
-        """The batch in hand is not timed: the loop does something else as well."""
+        """Excludes the current batch from timing: the loop does other work too."""
         self._worker.is_cold = True
 
     def limited(self, samples: int) -> None:
-        """This rank's device holds no more samples at once."""
+        """Records the most samples that this rank's device holds at once."""
         self._worker.max_samples = samples
 
     @property
@@ -58,10 +58,10 @@ class RankHost:
 
 
 def check_caps(training: Training, world_size: int, least_samples: int) -> None:
-    """Refuses batches that the ranks' devices cannot hold as the run would hand them.
+    """Refuses batches whose shares exceed the ranks' devices.
 
     Raises:
-        ConfigError: says what to do instead.
+        ConfigError: the message says what to do instead.
     """
     config, batch_size = training.config, training.loader.batch_size
     if len(config.caps) > world_size:

@@ -32,7 +32,7 @@ QUANTISED = frozenset({"bitsandbytes", "torchao"})
 
 
 def describe(training: Training, epochs: int | None) -> Settings:
-    """Everything but tensors that must agree between ranks."""
+    """Settings, other than tensors, that must agree between ranks."""
     loader = training.loader
     synced_layers = sync_batchnorm_layers(training.model)
     return Settings(
@@ -77,10 +77,10 @@ def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def join_event(
     placement: Placement, settings: Settings, model: nn.Module, loader: DataLoader[Any]
 ) -> Join:
-    """The message with which this rank presents itself.
+    """Makes the `Join` message of this rank.
 
-    Of buffers it names those that are saved: others are caches, which may have grown
-    apart where a model has been trained before.
+    It names only saved buffers: others are caches, which may differ after earlier
+    training.
     """
     passing = {
         id(held_buffers(module)[name])
@@ -114,7 +114,7 @@ def optimizers_of(given: object) -> tuple[torch.optim.Optimizer, ...]:
     """An optimizer, or those in a list or tuple.
 
     Raises:
-        ConfigError: it is none of these, or one comes twice.
+        ConfigError: ``given`` is none of these, or an optimizer comes twice.
     """
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     optimizers = tuple(o for o in found if isinstance(o, torch.optim.Optimizer))
@@ -135,7 +135,7 @@ def check_training(
     """Refuses arguments of the wrong type, and those that train nothing.
 
     Raises:
-        ConfigError: says which, and what was expected.
+        ConfigError: the message says which, and what was expected.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
@@ -166,10 +166,10 @@ def check_shared(
     loader: DataLoader[Any],
     config: RunConfig,
 ) -> None:
-    """Refuses what cannot be trained on several ranks, by name.
+    """Refuses models, optimizers and loaders that ranks cannot share.
 
     Raises:
-        ConfigError: what, and what to do instead.
+        ConfigError: names the problem, and what to do instead.
     """
     policy = config.policy
     try:
@@ -214,7 +214,7 @@ def check_shared(
 
 
 def foreign_parameters(optimizer: str, strange: Sequence[torch.Tensor]) -> str:
-    """The refusal of an optimizer of parameters that no rank shares."""
+    """Error message for an optimizer of parameters that are not the model's."""
     return (
         f"{optimizer} holds {len(strange)} parameters that are not the model's (one of "
         f"shape {list(strange[0].shape)}); they would not be shared: put them into the "
@@ -242,9 +242,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
     """Refuses optimizers that ranks cannot step together.
 
     Raises:
-        ConfigError: its state is quantised; it is a Lookahead, under windows of
-            averaged parameters; or it is LBFGS, which looks at the loss, and the policy
-            is not one that leaves steps local.
+        ConfigError: the state is quantised; a Lookahead runs under averaged parameters;
+            or LBFGS, which evaluates the loss, runs without local steps.
     """
     defined_in = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if quantised := QUANTISED.intersection(defined_in):
@@ -272,7 +271,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
 
 def installed_versions() -> dict[str, str]:
     """Versions of elche, and of torch as far as numbers and formats depend on it."""
-    package = sys.modules["elche"]  # its statement would be a circle: it names us
+    package = sys.modules["elche"]  # an import would be circular
     torchs = ".".join(version("torch").split(".")[:2])
     return {"elche": str(package.__version__), "torch": torchs}
 
@@ -297,7 +296,7 @@ def batch_norm_hint(model: nn.Module, policy: str) -> str:
 
 
 def _plain_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """BatchNorm layers in which ranks do not meet, by name."""
+    """Unsynchronised BatchNorm layers, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -306,7 +305,7 @@ def _plain_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """A parameter group's settings that can be compared, and its size."""
+    """Comparable settings of a parameter group, and its size."""
     plain = [
         (name, float(value) if isinstance(value, torch.Tensor) else value)
         for name, value in group.items()
@@ -317,7 +316,7 @@ def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """State that an optimizer already has, in the order of parameters and names."""
+    """State tensors of an optimizer, in the order of parameters and names."""
     return [
         (name, value)
         for group in optimizer.param_groups

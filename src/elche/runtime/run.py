@@ -59,14 +59,14 @@ class Run:
     """A run on one rank; made by :meth:`start`.
 
     Args:
-        worker: this rank's shell, its group formed.
-        training: what is trained, and the agreed settings.
+        worker: this rank's worker, with its group formed.
+        training: objects to train, and the agreed settings.
         welcome: the coordinator's facts about all ranks.
 
     Attributes:
-        epochs: of the run on this rank.
-        collectives: that the user's script calls.
-        iterates_loader: no batch comes from the user's own loader.
+        epochs: epochs of the run on this rank.
+        collectives: collectives that the user's script calls.
+        iterates_loader: False: no batch comes from the user's own loader.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def samples_done(self) -> float:
-        """Samples of `progress_samples`, for display only."""
+        """Same as `progress_samples`, for display only."""
         return self._samples_resumed + self.epochs.progress_samples
 
     @property
@@ -193,7 +193,7 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`; with all ranks.
+        """Restores :meth:`state_dict`, with all ranks.
 
         Raises:
             ConfigError: nothing is averaged in this run.
@@ -224,7 +224,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that live: its own until one has died."""
+        """This rank's place among the living ranks: its own until one has died."""
         return self.worker.place
 
     @property
@@ -238,13 +238,13 @@ class Run:
         return self.config.timeout_s
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """The text that rank 0 makes, on every rank; called by all of them."""
+        """Returns rank 0's text on every rank; called by all of them."""
         return self.collectives.barrier(what, make)
 
     can_cut = True
 
     def check_cut(self) -> None:
-        """Nothing refuses a checkpoint inside an epoch."""
+        """Does nothing: checkpoints are allowed inside an epoch."""
 
     def parts(self) -> RunParts:
         """Parts of a checkpoint; between epochs, or where one is cut."""
@@ -260,7 +260,7 @@ class Run:
         }
 
     def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state; with all ranks."""
+        """Resumes from a checkpoint's state, with all ranks."""
         self.epochs.load_state_dict(epochs)
         self.epochs.opening.order.share_generators(self.worker.group)
         self.load_state_dict(state)
@@ -294,7 +294,7 @@ class Run:
 
     @property
     def samples_in_hand(self) -> int:
-        """Samples of the batch in hand that count for this rank."""
+        """Samples of the current batch that count for this rank."""
         under_way = self.epochs.under_way
         return 0 if under_way is None else under_way.samples_in_hand
 
@@ -306,7 +306,7 @@ class Run:
 
     @property
     def last_samples(self) -> int:
-        """Samples of the batch in hand, or that the last epoch ended with."""
+        """Samples of the current batch, or of the last epoch's last one."""
         return self.samples_in_hand or self.epochs.execution.last_samples
 
     @property
@@ -339,31 +339,31 @@ class Run:
         )
 
     def steps_at(self, samples: float) -> float:
-        """Steps of the run when so many samples of the epoch are trained here."""
+        """Steps of the run at ``samples`` of the epoch, counted from a resume."""
         return self._observer.steps.at(samples + self.epochs.resumed_samples)
 
     def check(self) -> None:
-        """Raises what went wrong where nothing could be raised."""
+        """Raises a pending error that could not be raised where it occurred."""
         self.epochs.execution.check()
 
     def heeds_signals(self, heeds: bool) -> None:
-        """Tells the launcher whether this rank ends by itself after a signal."""
+        """Notifies the launcher whether this rank ends cleanly after a signal."""
         self.worker.heeds_signals(heeds)
 
     def barrier(self, name: str) -> None:
-        """Waits until every rank is here; see `UserCollectives.barrier`."""
+        """Waits for every rank; see `UserCollectives.barrier`."""
         self.collectives.barrier(name)
 
     def follow(self, scheduler: LRScheduler) -> None:
-        """Lets a scheduler follow the run's progress in windows."""
+        """Has a scheduler follow the run's progress in windows."""
         self._observer.schedulers.add(scheduler)
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
-        """Opens the next epoch, of so many steps at most; yields this rank's part."""
+        """Opens the next epoch, of at most ``steps`` steps; yields this rank's part."""
         return self.epochs.iterate(steps)
 
     def leave(self) -> None:
-        """Ends this rank's part, and sums the run up on the first one."""
+        """Leaves the run; the first rank emits a summary."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
         if not is_end or self.rank:
@@ -393,10 +393,10 @@ class Run:
             self._release()
             self.worker.close(last_event)
             write_part(self.worker.timeline)
-            with contextlib.suppress(Exception):  # while there are modules to do it
+            with contextlib.suppress(Exception):  # at exit modules may be gone
                 self.epochs.end_iteration()
 
     def _release(self) -> None:
-        """Takes every hook off model and optimizer, the last one first."""
+        """Removes every hook from model and optimizer, in reverse order."""
         self._synchroniser.detach()
         self.epochs.close()

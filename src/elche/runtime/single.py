@@ -35,23 +35,22 @@ WINDOW_S = 1.0
 class SingleRun:
     """A run without communication: the user's loader on one device.
 
-    Batches are moved there, samples seeded if asked. Nothing is ever synchronised, so a
-    window is what was trained in about a second.
+    Batches are moved to it, and samples seeded on request. Nothing is synchronised, so
+    a window is about a second of training.
 
     Args:
-        training: what is trained. What batches weigh is asked for each before it is
-            moved, as on several ranks, so that a function that is wrong is found here
-            too.
-        device: where batches go.
-        window_s: least length of a window.
+        training: objects to train. Batches are weighed before they are moved, as on
+            several ranks, so that a wrong ``weight_of`` is found here too.
+        device: device that batches are moved to.
+        window_s: minimum length of a window (s).
 
     Attributes:
-        notifications: what the user logged, and metrics of what has ended.
-        timeline: of its batches.
+        notifications: the user's scalars, and metrics of windows and epochs.
+        timeline: timeline of its batches.
         progress_samples: samples of batches whose loop body has run.
-        progress_steps: likewise, batches.
-        was_left_early: no other rank leaves an epoch.
-        is_in_epoch: whether the loop is inside an epoch.
+        progress_steps: number of these batches.
+        was_left_early: False: no other rank leaves an epoch.
+        is_in_epoch: the loop is inside an epoch.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class SingleRun:
         self._generator.manual_seed(rank_seed(torch.initial_seed(), 0))
 
     def leave(self) -> None:
-        """Leaves the optimizer as it was. May be called twice."""
+        """Removes all hooks, and writes the timeline. May be called twice."""
         self._observer.detach()
         if not self._has_left:
             write_part(self.timeline)
@@ -100,12 +99,12 @@ class SingleRun:
         return self.progress_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this run: its progress, as nothing is averaged."""
+        """State of this run: its progress, since nothing is averaged."""
         steps = self.progress_steps if self._course is None else self._steps_before
         return {"samples": self._samples_kept, "steps": float(steps), "averaging": None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the progress of :meth:`state_dict`."""
+        """Restores the progress of :meth:`state_dict`."""
         self.progress_samples = state["samples"]
         self.progress_steps = state["steps"]
 
@@ -117,7 +116,7 @@ class SingleRun:
         return self._training.config.timeout_s
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """The text that this rank makes: there is no other rank."""
+        """Returns this rank's text: there is no other rank."""
         return make()
 
     def heeds_signals(self, heeds: bool) -> None:
@@ -128,11 +127,11 @@ class SingleRun:
 
     @property
     def can_cut(self) -> bool:
-        """True if it is known what is left of the epoch."""
+        """True if the rest of the epoch is known."""
         return self._course is not None
 
     def check_cut(self) -> None:
-        """Refuses a checkpoint inside an epoch of which the rest is not known."""
+        """Refuses a checkpoint inside an epoch whose rest is unknown."""
         if not self.can_cut:
             raise ConfigError(
                 "elche.save() inside this loop could not say what is left of the "
@@ -143,7 +142,7 @@ class SingleRun:
 
     @property
     def _samples_kept(self) -> int:
-        """Samples that the model has: not of a batch whose backward pass is to come."""
+        """Samples in the model, without batches whose backward pass is pending."""
         course = self._course
         return self.progress_samples - (0 if course is None else course.open_samples)
 
@@ -173,7 +172,7 @@ class SingleRun:
         }
 
     def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state."""
+        """Resumes from a checkpoint's state."""
         if self._epoch >= 0:
             raise ConfigError(
                 "expected elche.resume() before the first epoch, got it after "
@@ -201,7 +200,7 @@ class SingleRun:
 
     @property
     def samples_in_hand(self) -> int:
-        """Samples of the batch in hand, 0 outside the loop."""
+        """Samples of the current batch, 0 outside the loop."""
         if not self.is_in_epoch:
             return 0
         size = self._loader.batch_size
@@ -222,9 +221,9 @@ class SingleRun:
         return max(0, math.ceil(steps - self.progress_steps))
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
-        """Begins the next epoch, of so many steps at most; yields its batches."""
+        """Begins the next epoch, of at most ``steps`` steps; yields its batches."""
         if not self._training.pauses.begin_pass():
-            self._end_epoch()  # of an iterator that somebody still holds
+            self._end_epoch()  # of an iterator that is still held
             return
         number = self._begin_epoch()
         most = None if steps < 0 else steps
@@ -247,7 +246,7 @@ class SingleRun:
                 if number == self._epoch:
                     self._batch_done(began_s, loaded_s, now_s)
                 began_s = now_s
-        except GeneratorExit:  # as on several ranks, the batch in hand counts
+        except GeneratorExit:  # as on several ranks, the current batch counts
             if number == self._epoch and time is not None:
                 self._batch_done(began_s, loaded_s, time.monotonic())
             raise
@@ -258,13 +257,13 @@ class SingleRun:
 
     @property
     def iterates_loader(self) -> bool:
-        """True if batches come from the user's own loader, whose state is theirs.
+        """True if batches come from the user's own loader, whose state they keep.
 
         Else samples are drawn by position.
         """
         data, pauses = self._loader.dataset, self._training.pauses
         if isinstance(data, IterableDataset):
-            return True  # nobody knows its length
+            return True  # its length is unknown
         is_asked = self._training.config.seed is not None or pauses.is_active
         return not (is_asked or isinstance(data, StreamView))
 
@@ -293,8 +292,8 @@ class SingleRun:
     def _part_of(self, course: EpochCourse) -> Generator[Any, None, tuple[Runs, Runs]]:
         """Yields the remaining batches of an epoch, up to a cut.
 
-        Returns the rest, and batches whose backward pass is to come.
-        Nothing is left when the loop comes back from the last batch.
+        Returns the rest, and batches with a pending backward pass. The rest is empty
+        after the last batch.
         """
         positions = course.positions(self._training.config.seed)
         if self._feed is None:
@@ -323,7 +322,7 @@ class SingleRun:
         return left, open_batch
 
     def _begin_epoch(self) -> int:
-        """Begins an epoch, and ends one whose iterator somebody still holds."""
+        """Begins an epoch, and ends one whose iterator is still held."""
         self._end_epoch()
         self._epoch += 1
         self._length = _sampler_length(self._loader)

@@ -25,13 +25,13 @@ class RunParts:
     """Parts of a checkpoint on one rank.
 
     Attributes:
-        model: what is trained.
-        optimizers: those that step it; the first is that of `elche.setup`.
-        copies: of the model, that were handed over.
-        generators: that the run draws from, by name.
+        model: trained model.
+        optimizers: its optimizers; the first is that of `elche.setup`.
+        copies: copies of the model that the user has given.
+        generators: generators that the run draws from, by name.
         is_common: all ranks take the same steps, so optimizers are equal on all.
-        state: of the run, see `elche.state_dict`.
-        epochs: which comes next, and what is left of one that is cut.
+        state: state of the run, see `elche.state_dict`.
+        epochs: number of the next epoch, and the rest of a cut one.
     """
 
     model: nn.Module
@@ -68,11 +68,11 @@ class Pauses:
     counts_epochs = False
 
     def begin_pass(self) -> bool:
-        """The loop goes over the loader; False for a pass that is done already."""
+        """Begins a pass over the loader; returns False if it was done already."""
         return True
 
     def wants_cut(self, *, is_first: bool = True) -> bool:
-        """True if this rank is to have the epoch cut; asked at every batch.
+        """True if this rank is to request a cut; called at every batch.
 
         The first rank cuts for a requested or due checkpoint, any rank for an end.
         """
@@ -83,7 +83,7 @@ class Pauses:
         return False
 
     def cut(self, *, is_end: bool) -> None:
-        """The epoch is cut, on every rank, for good if ``is_end``."""
+        """Handles a cut of the epoch, on every rank; ``is_end``: for good."""
 
     def hand_over(self, group: Group, source: int, is_new: bool) -> None:
         """Sends the state of ``source`` to ranks that join; with all ranks."""
@@ -96,18 +96,18 @@ class SetupConfig:
 
     Attributes:
         config: the run's settings.
-        epochs: of the run, if known.
-        samples_per_epoch: of an IterableDataset; None for its ``len()``.
-        weight_of: what a batch weighs; None: its samples.
+        epochs: number of epochs of the run, if known.
+        samples_per_epoch: epoch length of an IterableDataset; None for its ``len()``.
+        weight_of: returns the weight of a batch; None: its samples.
         micro_batches: as in `Training`.
-        schedulers: follow the run's progress in windows.
+        schedulers: schedulers that follow the run's progress in windows.
         copies: as in `Training`.
         is_default: the policy was not named.
-        stops: what asks the loop to end, if it can be asked.
+        stops: request to end the loop, if there may be one.
         delayed: as in `Training`.
 
     Raises:
-        ConfigError: there are to be no epochs, or one is no scheduler of torch's.
+        ConfigError: ``epochs`` is below 1, or a scheduler is not one of torch's.
     """
 
     config: RunConfig
@@ -135,15 +135,15 @@ class Training:
     Attributes:
         config: the agreed settings.
         model: the model, equal on all ranks.
-        optimizers: those that step it and were handed over, the main one first.
+        optimizers: its optimizers that the user has given, the main one first.
         loader: the user's loader.
-        weights: what batches weigh in means; None: their samples.
+        weights: weights of batches in means; None: their samples.
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
-            parts, as that of the `Trainer` does; one that the user owns must not.
-        copies: of the model, which the loop updates (EMA).
+            parts, as that of the `Trainer` does; a user's own loop must not.
+        copies: copies of the model that the loop updates (EMA).
         is_default: the policy was not named.
-        epochs: of the run, if the user has said so.
-        pauses: when an epoch is to be cut, and what is done then.
+        epochs: number of epochs of the run, if given.
+        pauses: decides when an epoch is cut, and handles the cut.
         delayed: takes the loop's steps one step late; only under ``sync``.
     """
 
@@ -166,5 +166,5 @@ class Training:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The main one."""
+        """The main optimizer."""
         return self.optimizers[0]

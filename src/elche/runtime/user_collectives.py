@@ -28,9 +28,9 @@ class UserCollectives:
     """Barriers, texts and rows of all ranks of a run.
 
     Args:
-        worker: this rank's shell.
+        worker: this rank's worker.
         config: the agreed settings.
-        epochs: of the run, in one of which the loop may be.
+        epochs: epochs of the run.
     """
 
     def __init__(self, worker: Worker, config: RunConfig, epochs: RunEpochs) -> None:
@@ -41,7 +41,7 @@ class UserCollectives:
         self._rows_of = -1
 
     def barrier(self, name: str, make: Callable[[], str] = str) -> str:
-        """Waits until every rank is here; returns what the first one makes.
+        """Waits for every rank; returns the text that the first one makes.
 
         Raises:
             ConfigError: inside a loop under ``cadence``, or on a rank that is to join.
@@ -91,12 +91,12 @@ class UserCollectives:
         *,
         is_of_batch: bool = True,
     ) -> torch.Tensor:
-        """The rows of all ranks, weighted as the gradients of the batch in hand are.
+        """The rows of all ranks, weighted as the gradients of the current batch are.
 
         Args:
             tensor: this rank's rows.
-            call: of the user's, for messages.
-            is_of_batch: rows of a batch that counts for other ranks are left out.
+            call: name of the user's call, for messages.
+            is_of_batch: omit rows of a batch that counts for another rank.
 
         Raises:
             ConfigError: ranks train in windows.
@@ -127,9 +127,9 @@ class UserCollectives:
         return self._rows.gather(tensor, weight, call)
 
     def _gather_between(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
-        """Between epochs: redone by the survivors where a rank dies in the sum.
+        """Gathers between epochs; survivors repeat it if a rank dies meanwhile.
 
-        Ranks learn of a death all before the barrier after it passes, or all after.
+        All ranks learn of a death before the next barrier passes, or all after.
         """
         worker = self._worker
         if worker.on_regroup is None:

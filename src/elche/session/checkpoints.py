@@ -14,10 +14,10 @@ from elche.session.process import process, shutdown
 
 
 def epochs(count: int) -> Iterator[int]:
-    """Numbers of the epochs that are left, to train in.
+    """Yields the numbers of the remaining epochs.
 
-    All of them in a fresh run; in one that was resumed inside an epoch first that one,
-    of which the loader then hands out only what was left of it::
+    A fresh run gets all of them. A run resumed inside an epoch gets that one first, and
+    the loader then yields only the rest of it::
 
         for epoch in elche.epochs(10):
             for x, y in loader:
@@ -45,9 +45,9 @@ def save_every(folder: str | Path, *, every_s: float = 600.0, keep: int = 2) -> 
     Every rank calls it, after `elche.setup` and before the first epoch.
 
     Args:
-        folder: where to; the same one on all ranks.
-        every_s: seconds from one to the next.
-        keep: how many complete ones are kept, the newest.
+        folder: checkpoint folder, the same on all ranks.
+        every_s: interval between checkpoints (s).
+        keep: number of complete checkpoints kept, the newest.
 
     Raises:
         ConfigError: a setting is wrong, or there is no run.
@@ -60,7 +60,7 @@ def save_every(folder: str | Path, *, every_s: float = 600.0, keep: int = 2) -> 
 def register_for_checkpointing(*objects: Any, **named: Any) -> None:
     """Has the state of these objects saved and resumed with the run.
 
-    Whatever has ``state_dict()`` and ``load_state_dict()``: a GradScaler, schedulers
+    Any object with ``state_dict()`` and ``load_state_dict()``: a GradScaler, schedulers
     that elche does not follow, optimizers beside those given to `elche.setup`, an EMA
     that is none of ``copies=``, counters of your own. What moves with the model is
     stored once where ranks hold it in common, anything else for each rank. Call it
@@ -79,35 +79,35 @@ def save(folder: str | Path) -> None:
     """Makes a checkpoint of the run in a folder, for `resume`; every rank calls it.
 
     Between epochs it is made at once; call it at the end of the epoch's body. Inside a
-    loop rank 0's call asks for one: it is made a few batches later, where all ranks
+    loop rank 0's call requests one: it is made a few batches later, where all ranks
     pause with one model. Files are written beside training.
 
     Args:
-        folder: where to; the same one on all ranks. The two newest are kept.
+        folder: checkpoint folder, the same on all ranks. The two newest are kept.
 
     Raises:
         ConfigError: there is no run, an object has no state that can be stored, or
-            nobody knows what is left of the epoch.
+            the rest of the epoch is unknown.
     """
     _needs_run("save")
     process.checkpoints.save(Path(folder))
 
 
 def resume(folder: str | Path) -> bool:
-    """Goes on from the newest complete checkpoint in a folder; every rank calls it.
+    """Resumes from the newest complete checkpoint in a folder; every rank calls it.
 
     Call it after `elche.setup` and `register_for_checkpointing`, before the first
-    epoch. The number of ranks may be another one than that which saved it.
+    epoch. The number of ranks may differ from the run that saved it.
 
     Args:
-        folder: where checkpoints were made.
+        folder: folder of the checkpoints.
 
     Returns:
-        Whether there was one; the run is a fresh one otherwise.
+        True if there was one; otherwise the run starts fresh.
 
     Raises:
         ConfigError: there is no run, or an epoch has begun.
-        MismatchError: model, optimizer or what is registered are others.
+        MismatchError: model, optimizer or registered objects differ.
         CheckpointError: another version of elche wrote it.
     """
     _needs_run("resume")

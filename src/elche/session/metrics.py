@@ -18,21 +18,20 @@ from elche.session.process import needed, process
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:
-    """Logs a number of the batch in hand; its means are in the metrics.
+    """Logs a number of the current batch; its means are in the metrics.
 
-    The value counts as often as this rank's batch has samples, so the mean over ranks
-    is that over samples; or as much as ``weight_of`` says that the batch weighs. A
-    tensor may be on any device and nothing waits for it: what the device has not
-    computed when a window ends counts in a later window of the epoch. Outside the loop
-    over the loader nothing is in hand and nothing counts, so a loss function that logs
-    may be used for evaluation as well.
+    The value is weighted by the samples of this rank's batch, or by ``weight_of``, so
+    the mean over ranks is that over samples. A tensor may be on any device and nothing
+    waits for it: what the device has not computed when a window ends counts in a later
+    window of the epoch. Outside the loop over the loader nothing is logged, so a loss
+    function that logs may be used for evaluation as well.
 
     Args:
-        name: of the scalar.
+        name: name of the scalar.
         value: a real number, or a tensor that holds one.
 
     Raises:
-        ConfigError: there is no run yet, the name is no name, or the value no real
+        ConfigError: there is no run yet, the name is invalid, or the value no real
             scalar.
     """
     view = needed(current_metrics(), "log_scalar")
@@ -60,8 +59,8 @@ def metrics() -> list[WindowMetrics]:
     """Metrics of the windows that have ended since the last call; does not wait.
 
     On rank 0, and in a run of one, where a window is about a second; the last ones stay
-    readable when the run has ended. On other ranks the list is empty. The newest 1000
-    windows are kept for whoever asks seldom.
+    readable when the run has ended. On other ranks the list is empty. Only the newest
+    1000 windows are kept.
     """
     return [] if process.metrics is None else process.metrics.windows()
 
@@ -71,17 +70,16 @@ def epoch_metrics(
 ) -> EpochMetrics:
     """Metrics of an epoch, on any rank.
 
-    At once if the epoch has ended. Another thread than the one that trains waits for
-    its end, as long as the run lives. Of an epoch that was left by ``break`` they tell
-    of the part that was run.
+    Returns at once if the epoch has ended. A thread other than the training thread
+    waits for its end, as long as the run lives. Metrics of an epoch that was left by
+    ``break`` cover the part that was run.
 
-    The same on every rank. But in a run of more than 64 ranks only rank 0 is told what
-    each of them did: on the others, tuples of numbers hold a single one for all ranks
-    together.
+    They are equal on every rank. But in a run of more than 64 ranks only rank 0
+    receives values per rank: on the others, tuples hold a single value for all ranks.
 
     Args:
-        epoch: which, counted from 0; None for the last one that has ended, or the first
-            if none has.
+        epoch: number of the epoch, from 0; None for the last one that has ended, or the
+            first if none has.
         timeout_s: most seconds to wait.
 
     Raises:
@@ -101,7 +99,7 @@ def timeline(path: str | Path | None = None) -> list[Span]:
     batches are kept. ``elche run --trace FILE`` writes that of all ranks.
 
     Args:
-        path: also write it there as a Chrome trace, which ui.perfetto.dev opens.
+        path: file for it as a Chrome trace, which ui.perfetto.dev opens.
 
     Raises:
         ConfigError: there is no run yet, or the file cannot be written.
@@ -130,16 +128,15 @@ def log_to(writer: Any) -> None:
     """Logs the metrics of this and later runs of the process to a tracker.
 
     From rank 0 alone, at the run's global steps: for each window (under ``sync`` about
-    ten a second) the means of what `log_scalar` was given and ``elche/samples_per_s``,
+    ten a second) the means of `log_scalar`'s values and ``elche/samples_per_s``,
     ``elche/efficiency``, ``elche/share/RANK``; for each epoch its means as
-    ``epoch/NAME``.
-    May be called several times, before or after `elche.setup`. A writer that raises is
-    logged and left out.
+    ``epoch/NAME``. May be called several times, before or after `elche.setup`. A writer
+    that raises is logged and removed.
 
     Args:
         writer: with ``add_scalar(name, value, step)``, as torch's SummaryWriter; or
             with ``log(values, step=)``, as a W&B run or the modules ``wandb`` and
-            ``trackio``. None: nothing more is logged to any.
+            ``trackio``. None: stop all logging.
 
     Raises:
         ConfigError: it is no such writer.
@@ -151,5 +148,5 @@ def log_to(writer: Any) -> None:
 
 
 def current_metrics() -> MetricsView | None:
-    """The view of the run under way, None if there is none."""
+    """The view of the active run, None if there is none."""
     return None if process.run is None else process.metrics

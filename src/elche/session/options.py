@@ -12,7 +12,7 @@ from elche.errors import ConfigError
 
 
 class RunOptions(TypedDict, total=False):
-    """Settings of `elche.RunConfig` as keywords, but the policy."""
+    """Settings of `elche.RunConfig` as keywords, except the policy."""
 
     seed: int | None
     loss_reduction: LossReduction

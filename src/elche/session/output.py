@@ -17,8 +17,8 @@ def print(*values: object, **options: Any) -> None:
     """Prints on rank 0 alone, above a bar of `elche.progress`.
 
     Args:
-        values: what to print.
-        options: of Python's ``print``.
+        values: values to print.
+        options: options of Python's ``print``.
     """
     if ranks.is_main_process():
         builtins.print(*values, **options)
@@ -35,14 +35,14 @@ def progress(
 
     ``for batch in elche.progress(loader):`` in place of ``tqdm(loader)``. Over the
     loader of `elche.setup` it counts the samples that all ranks have trained on. Over
-    anything else (``loader.steps(n)``, an evaluation loader) it counts what rank 0 is
-    handed. On a terminal rich draws it; elsewhere a line goes to the log every ten
+    anything else (``loader.steps(n)``, an evaluation loader) it counts rank 0's
+    batches. On a terminal rich draws it; elsewhere a line goes to the log every ten
     seconds.
 
     Args:
-        loader: what to iterate over, on every rank.
+        loader: iterable of batches, on every rank.
         desc: name of the bar.
-        total: what it counts to; None for the loader's samples, or its length.
+        total: final count; None for the loader's samples, or its length.
         disable: no bar.
     """
     if not ranks.is_main_process() or disable:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Process:
-    """Manual run of this process."""
+    """Active run of this process, and its parts."""
 
     run: Run | SingleRun | None = None
     metrics: MetricsView | None = None
@@ -47,7 +47,7 @@ class Process:
     placement: Placement | None = None
     checkpoints = CheckpointKeeper()
     training: threading.Thread | None = None
-    """Trains with a `TrainingHandle`, if any does."""
+    """Training thread of a `TrainingHandle`, if there is one."""
     evaluation_speeds: tuple[float, ...] = ()
     """Samples per second of each rank in the last evaluation."""
     hooked = False
@@ -55,19 +55,19 @@ class Process:
     """Position of this rank among the survivors when the run ended."""
 
     def begin(self, run: Run | SingleRun, facts: RunFacts, timeline: Timeline) -> None:
-        """Takes the run that this process has under way from now on."""
+        """Makes a run the active one of this process."""
         self.run, self.metrics = run, MetricsView(run)
         self.timeline, self.facts = timeline, facts
         tracked = TrackedMetrics(self.trackers, run.steps_at)
 
         def track(metrics: EpochMetrics | WindowMetrics) -> None:
-            if run.rank == 0:  # now: who was the first may have died
+            if run.rank == 0:  # now: the former first rank may be dead
                 tracked.take(metrics)
 
         run.notifications.on_metrics = track
 
     def end(self) -> None:
-        """The run has ended: its metrics are kept, and its model may be forgotten."""
+        """Ends the active run: keeps its metrics, and releases its model."""
         if self.metrics is not None:
             self.metrics.end()
 
@@ -89,10 +89,10 @@ process = Process()
 
 
 def needed(value: _Value | None, call: str) -> _Value:
-    """A value that there is since the first `elche.setup`.
+    """Returns a value that the first `elche.setup` has set.
 
     Raises:
-        ConfigError: there is none; names the call that needs it.
+        ConfigError: it is not set; names the call that needs it.
     """
     if value is None:
         raise ConfigError(f"elche.{call}() needs a run: call elche.setup first")
@@ -100,7 +100,7 @@ def needed(value: _Value | None, call: str) -> _Value:
 
 
 def current_run() -> Run | None:
-    """The run under way on several ranks, None on one."""
+    """The active run on several ranks, None on one."""
     return process.run if isinstance(process.run, Run) else None
 
 
@@ -165,7 +165,7 @@ def write_line(line: str) -> None:
 
 
 def write_on_first(worker: Worker, line: str) -> None:
-    """Writes a line for the user on the first rank that lives; others log it."""
+    """Writes a line for the user on the first living rank; others log it."""
     if worker.place == 0:
         write_line(line)
     else:
@@ -183,7 +183,7 @@ def watch_exit() -> None:
 
 def _report_failure(error: BaseException) -> None:
     run = current_run()
-    if process.trains_beside():  # it ends when it is told, and closes everything
+    if process.trains_beside():  # that thread ends later, and closes all
         if run is not None:
             with contextlib.suppress(ElcheError):
                 run.worker.send(failure_of(run.worker.rank, error))

@@ -24,7 +24,7 @@ def progress_samples() -> float:
     """Samples that the run has trained on, plus this window's planned ones so far.
 
     The same function of the run's progress on every rank, whatever its speed: what a
-    learning rate should follow. The batch in hand does not count yet.
+    learning rate should follow. The current batch does not count yet.
     """
     return 0.0 if process.run is None else float(process.run.progress_samples)
 
@@ -34,7 +34,7 @@ def progress_steps() -> float:
 
     The same function of the run's progress on every rank: what a hand-written
     ``get_lr(step)`` should follow. Under ``sync`` and on one device it is the number of
-    batches that the loop has come back from; in windows it grows by parts of a step.
+    finished loop bodies; in windows it grows by parts of a step.
     """
     return 0.0 if process.run is None else float(process.run.progress_steps)
 
@@ -42,15 +42,15 @@ def progress_steps() -> float:
 def state_dict() -> dict[str, Any]:
     """State to resume from, beside the model and the optimizer; each rank's own.
 
-    The run's progress, where parameters are averaged the outer momentum, and a codec's
-    residual. Call it between epochs, on every rank, save it beside the states
-    of the model and of the rank's optimizer (which ranks hold in common only under
-    ``sync``), and hand all three back after `setup`: the run then goes on as if it had
-    not been interrupted. The loader's own generator, and the module's and Python's
-    random numbers, are the script's to save. Tensors, numbers, strings, lists and None
-    only, which `torch.load(weights_only=True)` takes. With ``seed=`` augmentation
-    begins again with the draws of the first epoch (give `setup` another seed); speeds,
-    the anchor and, under ``auto``, policy and averaging are found anew.
+    It holds the run's progress, a codec's residual, and the outer momentum where
+    parameters are averaged. Call it between epochs, on every rank. Save it beside the
+    states of the model and of the rank's optimizer (equal on all ranks only under
+    ``sync``). Restore all three after `setup`: the run then continues as if it had not
+    been interrupted. The loader's own generator, and the module's and Python's random
+    numbers, are the script's to save. Tensors, numbers, strings, lists and None only,
+    which `torch.load(weights_only=True)` loads. With ``seed=`` augmentation repeats the
+    draws of the first epoch (give `setup` another seed); speeds, the anchor and, under
+    ``auto``, policy and averaging are determined again.
 
     Raises:
         ConfigError: there is no run yet, or this is the inside of a loop.
@@ -60,19 +60,19 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
-    """Goes on from :func:`state_dict`; every rank from its own.
+    """Resumes from :func:`state_dict`, every rank from its own.
 
-    Call it between epochs, on every rank, when the model holds what it held then. Ranks
-    that were not there take the state of another one whose residuals are None; one of
-    another world size or codec is carried over. A run of one averages nothing: it takes
-    the progress alone.
+    Call it between epochs, on every rank, when the model holds what it held then. New
+    ranks load another rank's state with residuals of None. A state of another world
+    size or codec is converted. A run of one rank averages nothing: it loads the
+    progress alone.
 
     Raises:
         ConfigError: there is no run yet, this is the inside of a loop, or the state is
             of averaged parameters and this run reduces gradients.
         MismatchError: a rank's state does not fit its model, or ranks' states do not
             belong together; nothing has changed on any of them.
-        CommunicationError: a rank is gone, or did not call it in time.
+        CommunicationError: a rank is lost, or did not call it in time.
     """
     run = _run_between_epochs("load_state_dict")
     if not isinstance(state, dict) or set(state) != STATE_KEYS:
@@ -112,20 +112,20 @@ def follow(scheduler: Scheduler) -> Scheduler:
     """Lets a scheduler of torch's follow the run's progress, equally on every rank.
 
     The loop's own ``scheduler.step()`` stays where it is. In windows (``cadence``,
-    ``async``, ``auto``) it only tells after how many batches the schedule moves; elche
-    steps it as often as one device would have by the samples that all ranks have
-    trained on, and brings it to where one device ends when the epoch does, so that its
-    ``state_dict()`` is that of one device. Between epochs the call is torch's own, with
-    the mean over ranks of what ReduceLROnPlateau is told. Under ``sync`` and on one
+    ``async``, ``auto``) it only shows after how many batches the schedule moves. elche
+    steps it as often as one device would have, by the samples of all ranks. At the
+    epoch's end it is where one device ends, so its ``state_dict()`` is that of one
+    device. Between epochs the call is torch's own, with
+    the mean over ranks of ReduceLROnPlateau's metric. Under ``sync`` and on one
     device nothing changes. ::
 
         model, optimizer, loader = elche.setup(model, optimizer, loader)
         scheduler = elche.follow(CosineAnnealingLR(optimizer, epochs * len(loader)))
 
     Args:
-        scheduler: of torch.optim.lr_scheduler, its optimizer that of `setup` or
-            another; or give it to `setup` as one of ``schedulers=``. The same ones on
-            every rank.
+        scheduler: scheduler of torch.optim.lr_scheduler, for `setup`'s optimizer or
+            another; or give it to `setup` in ``schedulers=``. The same ones on every
+            rank.
 
     Returns:
         The scheduler.
@@ -146,8 +146,8 @@ def follow(scheduler: Scheduler) -> Scheduler:
 class ProgressLR:
     """Sets the learning rate as a function of global progress in samples.
 
-    A rank's own steps say nothing about a run on unequal devices: a fast rank takes
-    more of them. Progress is `elche.progress_samples` over ``total_samples``, the same
+    A rank's own steps do not measure a run on unequal devices: a fast rank takes more.
+    Progress is `elche.progress_samples` over ``total_samples``, the same
     function on every rank whatever its speed. Call :meth:`step` in the loop, before
     ``optimizer.step()``::
 
@@ -157,7 +157,7 @@ class ProgressLR:
             ...
 
     Args:
-        optimizer: whose groups' rates are set, as multiples of what they were first
+        optimizer: optimizer whose rates are set, as multiples of their first values
             (``"initial_lr"``, as torch's schedulers name it).
         fn: factor on the rate by progress from 0 to 1.
         total_samples: samples of the whole run.
@@ -193,13 +193,13 @@ class ProgressLR:
         follows_progress(optimizer)
 
     def step(self) -> float:
-        """Sets the rates for the batch in hand.
+        """Sets the rates for the current batch.
 
         Returns:
             The factor on the initial rates.
 
         Raises:
-            ConfigError: ``fn`` gave no finite number, or a negative one.
+            ConfigError: ``fn`` returned no finite number, or a negative one.
         """
         progress = min(1.0, progress_samples() / self._total_samples)
         factor = self._fn(progress) * self._scale
@@ -219,6 +219,6 @@ class ProgressLR:
 
 
 def _keep_initial(group: dict[str, Any]) -> None:
-    """Notes a group's rate under the name that torch's schedulers use."""
+    """Stores a group's first rate under the name that torch's schedulers use."""
     if "initial_lr" not in group:
         group["initial_lr"] = float(group["lr"])

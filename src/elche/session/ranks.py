@@ -17,7 +17,7 @@ from elche.session.process import current_run, process
 def rank() -> int:
     """This process's rank; 0 in a run of one.
 
-    Where ranks have died and the others go on, its place among these.
+    After ranks have died, its place among the survivors.
     """
     run = current_run()
     if run is not None:
@@ -42,12 +42,12 @@ def device() -> torch.device:
 
 
 def barrier() -> None:
-    """Waits until every rank has come here; returns at once in a run of one.
+    """Waits until every rank has called it; returns at once in a run of one.
 
     Raises:
         RemoteRankError: another rank failed meanwhile.
-        NonFiniteError: the run had ended for that, which a ``break`` could not say.
-        CommunicationError: a rank is gone; `DeadlineError` where one did not come
+        NonFiniteError: the run has ended by it, which a ``break`` cannot raise.
+        CommunicationError: a rank is lost; `DeadlineError` if one did not call it
             within ``timeout_s``.
         ConfigError: there is no run yet, or this is the inside of a loop under
             ``cadence``, where ranks run different numbers of batches.
@@ -76,18 +76,17 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
 
     Ranks may bring different numbers of rows; under ``sync`` the result is in the order
     of the global batch, on every rank. elche weighs each rank's loss by its samples (or
-    by ``weight_of``), and the gradient follows that: it is the one of the whole batch
-    where every rank computes the mean loss over all rows, and as well where each
-    computes the mean loss of its own rows against all. A rank whose
-    `elche.batch_weight` is 0 adds no rows. Labels and other tensors without gradient
-    come as they are, in any dtype.
+    by ``weight_of``), and the gradient follows that: it is that of the whole batch if
+    every rank computes the mean loss over all rows, or the mean loss of its own rows
+    against all. A rank whose `elche.batch_weight` is 0 adds no rows. Labels and other
+    tensors without gradient are passed through, in any dtype.
 
-    Every rank calls it equally often, and runs backward through the result or not. On
-    one device it returns the tensor. Outside the loop each rank's loss weighs alike.
+    Every rank calls it equally often, and every rank or none runs backward through it.
+    On one device it returns the tensor. Outside the loop each rank's loss weighs alike.
 
     Args:
         tensor: this rank's rows, along the first dimension.
-        weight: with `elche.init_group` only: what this rank gives to
+        weight: with `elche.init_group` only: this rank's weight in
             ``weighted_all_reduce_gradients``; None for equal ranks.
 
     Raises:
@@ -120,10 +119,10 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
 def gather(rows: Tree) -> Tree:
     """The rows of all ranks, in the order of ranks, on every rank; without gradient.
 
-    For predictions, losses and metrics that a loop of its own collects. Ranks may bring
+    For predictions, losses and metrics that your own loop collects. Ranks may bring
     different numbers of rows, or none. A rank whose `elche.batch_weight` is 0 adds no
-    rows: another one brings them. Every rank calls it equally often: between epochs,
-    or inside the loop under ``sync``. On one device the rows come back as they are.
+    rows: another rank adds them. Every rank calls it equally often: between epochs,
+    or inside the loop under ``sync``. On one device the rows are returned unchanged.
 
     Args:
         rows: a tensor, or tensors in lists, tuples and dictionaries; each this rank's
@@ -140,7 +139,7 @@ def gather(rows: Tree) -> Tree:
 
 
 def any(flag: bool | torch.Tensor) -> bool:
-    """True if this holds on at least one rank; the same answer on every rank.
+    """True if ``flag`` holds on at least one rank; the same answer on every rank.
 
     To stop by hand together: ``if elche.any(loss_is_bad): break``. Every rank calls it
     equally often: between epochs, or inside the loop under ``sync``, where it costs a
@@ -148,7 +147,7 @@ def any(flag: bool | torch.Tensor) -> bool:
     on one rank ends the epoch on all.
 
     Args:
-        flag: of this rank.
+        flag: flag of this rank.
 
     Raises:
         ConfigError: there is no run, or this is the inside of a loop in windows.
@@ -164,9 +163,9 @@ def gather_rows(
     """The rows of all ranks, without gradient.
 
     Args:
-        rows: of this rank; a tensor without dimension is one row.
-        call: of the user's, for messages.
-        is_of_batch: rows of a batch that counts for other ranks are left out.
+        rows: rows of this rank; a tensor without dimension is one row.
+        call: name of the user's call, for messages.
+        is_of_batch: omit rows of a batch that counts for another rank.
 
     Raises:
         ConfigError: there is no run, or this is the inside of a loop in windows.
@@ -184,10 +183,10 @@ def gather_rows(
 
 
 def map_rows(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nested value with its tensors changed; entries in sorted order.
+    """Applies a function to a nested value's tensors; entries in sorted order.
 
     Raises:
-        ConfigError: it holds something else than tensors.
+        ConfigError: it holds something other than tensors.
     """
     if isinstance(tree, torch.Tensor):
         return change(tree)

@@ -77,14 +77,14 @@ def setup(
         loader: a DataLoader. Its ``batch_size`` is the global batch under every policy.
             Every loading process reads all of an IterableDataset (docs/data.md).
         config: the settings as one value; or give them as options.
-        epochs: how many epochs the loop will run, if known; ``policy="auto"`` expects
-            ten otherwise.
+        epochs: number of epochs that the loop will run, if known; ``policy="auto"``
+            expects ten otherwise.
         samples_per_epoch: samples of an epoch of an IterableDataset; None for its
             ``len()``, which several ranks need.
-        weight_of: weight of a batch, where it is not its samples: what the loss is a
+        weight_of: weight of a batch, if not its samples: the count that the loss is a
             mean over, such as ``lambda batch: (batch["labels"] != -100).sum()``.
         schedulers: learning rate schedulers; see `elche.follow`.
-        copies: of the model, which the loop updates (EMA); windows need them.
+        copies: copies of the model that the loop updates (EMA); windows need them.
         **options: fields of `elche.RunConfig`, such as ``policy="cadence"``.
 
     Returns:

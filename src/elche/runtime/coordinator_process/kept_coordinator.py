@@ -1,7 +1,7 @@
 """The run's coordinator in its launcher: a child, restarted when it dies.
 
-The launcher holds the socket that ranks connect to, so that they find the next one at
-the same address, and the journal, from which that one stands where the last one stood.
+The launcher holds the listening socket, so ranks reach a restarted coordinator at the
+same address, and the journal, from which the new one restores its state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MODULE: Final = "elche.runtime.coordinator_process.serving"
 MOST_DEATHS: Final = 10
-"""Coordinators in a row that died and took nothing from a rank: the run ends."""
+"""Give up after this many consecutive crashes without a message from a rank."""
 ANSWER_S: Final = 10.0
 LOOK_S: Final = 0.005
 STOP_S: Final = 5.0
@@ -51,12 +51,12 @@ class KeptCoordinator:
     Args:
         world_size: ranks that the run begins with.
         key: the run's secret.
-        survives: the launcher fences ranks that are lost.
-        listener: where ranks connect to.
+        survives: the launcher fences lost ranks.
+        listener: socket that ranks connect to.
 
     Attributes:
-        address: of that.
-        status: of the run, as last received.
+        address: address of ``listener``.
+        status: status of the run, as last received.
         told_to_end: ranks aborted for a reason other than their own failure.
         on_lost: called with a lost rank that the run survives, before the others are
             notified: its process must be ended.
@@ -89,7 +89,7 @@ class KeptCoordinator:
         self._journal: list[bytes] = []
         self._commands: Outbox[Input] = Outbox()
         self._writer: asyncio.StreamWriter | None = None
-        self._barren = 0  # coordinators in a row that took nothing from a rank
+        self._barren = 0  # consecutive crashes without a message from a rank
         self._story: tuple[str, ...] = ()
         self._is_stopping = self._wants_story = False
         self._gave_up = ""
@@ -115,7 +115,7 @@ class KeptCoordinator:
         """Ends the process and closes the listening socket.
 
         Returns:
-            The log of messages and decisions, as far as it is kept, if it is wanted.
+            The event log, as far as it is kept, if it is wanted.
         """
         self._is_stopping, self._wants_story = True, wants_story
         self._end_process()
@@ -129,7 +129,7 @@ class KeptCoordinator:
         return self._story
 
     def _end_process(self) -> None:
-        """No rank runs any more: it has nothing to keep but the story."""
+        """Ends the coordinator after all ranks: requests its event log, or kills it."""
         if self._wants_story:
             self._send(Stop())
         elif self._process is not None and self._process.returncode is None:
@@ -147,10 +147,10 @@ class KeptCoordinator:
             self._writer.write(pack(message))
 
     async def rank_ended(self, rank: int, code: int) -> None:
-        """A rank's process has ended; waits until a coordinator that serves knows.
+        """Reports the end of a rank's process; waits until the coordinator has it.
 
         Args:
-            rank: which one, whether or not it ever joined.
+            rank: number of the rank, whether or not it ever joined.
             code: its exit code; negative for a signal.
         """
         if code > 0:
@@ -159,14 +159,14 @@ class KeptCoordinator:
         else:
             self.take(RankLost(rank=rank))
         given = self._commands.taken + len(self._commands.rest())
-        waits = bool(self._journal or self._copy)  # one has served
+        waits = bool(self._journal or self._copy)  # a coordinator has served
         deadline_s = time.monotonic() + ANSWER_S
         while waits and not self._gave_up and time.monotonic() < deadline_s:
             await asyncio.sleep(LOOK_S)
             waits = self._commands.taken < given
 
     def is_outlived(self, rank: int) -> bool:
-        """True if the run has gone on without a rank: it died, or never joined."""
+        """True if the run continues without a rank, which died or never joined."""
         return rank not in self.status.members
 
     async def _run(self) -> None:
@@ -193,7 +193,7 @@ class KeptCoordinator:
         self._listener.close()
 
     async def _serve(self) -> int:
-        """One process, from its start to its end; its exit code."""
+        """Runs one coordinator process to its end; returns its exit code."""
         ours, theirs = socket.socketpair()
         process = self._process = await self._spawn(theirs)
         theirs.close()
@@ -216,7 +216,7 @@ class KeptCoordinator:
 
     async def _spawn(self, link: socket.socket) -> asyncio.subprocess.Process:
         descriptors = link.fileno(), self._listener.fileno()
-        # It finds elche where this process has found it, and nothing of the folder.
+        # Import elche from here, and nothing from the working directory.
         path = os.pathsep.join(filter(None, sys.path))
         return await asyncio.create_subprocess_exec(
             sys.executable,
@@ -235,7 +235,7 @@ class KeptCoordinator:
             self._commands.acknowledge(message.commands)
         elif isinstance(message, Copy):
             self._copy, self._barren = message.record, 0
-            self._journal.clear()  # it stands for all pieces so far
+            self._journal.clear()  # the copy replaces all pieces so far
         elif isinstance(message, Status):
             self._take_status(message)
         elif isinstance(message, Fence):

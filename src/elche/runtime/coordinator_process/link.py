@@ -1,7 +1,7 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
-The pair is between these two processes alone, parent and child, so what travels is
-pickled, as are the coordinator's log records. Pieces of the journal and copies of the
+The pair is private to these two processes, parent and child, so messages are pickled,
+as are the coordinator's log records. Pieces of the journal and copies of the
 record are bytes, which the launcher keeps and does not unpack.
 """
 
@@ -28,9 +28,9 @@ class Begin:
         world_size: ranks that the run begins with.
         key: the run's secret.
         survives: the launcher fences ranks.
-        shows: every message is wanted, for a display.
-        copy: of the record, pickled; None: the run begins.
-        journal: pieces since then.
+        shows: send every message, for a display.
+        copy: pickled copy of the record; None at the run's begin.
+        journal: pieces of the journal since that copy.
     """
 
     world_size: int
@@ -63,11 +63,11 @@ class Status:
         told_to_end: ranks aborted for a reason other than their own failure.
         silent: ranks that were killed because they were silent.
         members: ranks that are in the run, or have left it in order.
-        devices: of each rank that has joined.
+        devices: device name of each rank that has joined.
         aborted: why the run was ended, if it was.
-        end_kind: of the `Abort` that has ended it; "".
+        end_kind: kind of the `Abort` that ended the run, or "".
         is_finished: every rank has left.
-        has_admitted: a rank has come.
+        has_admitted: a rank has connected.
     """
 
     connected: frozenset[int] = frozenset()
@@ -88,7 +88,7 @@ class Journal:
 
     Attributes:
         data: the piece, pickled.
-        commands: inputs of the launcher that were taken since the run began.
+        commands: number of launcher inputs applied since the run began.
         is_of_ranks: any of the entries came from a rank.
     """
 
@@ -129,17 +129,17 @@ class Stopped:
 
 
 def pack(message: object) -> bytes:
-    """A message as a frame."""
+    """Encodes a message as a frame."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 
 
 @final
 class Link:
-    """The coordinator's end.
+    """The coordinator's end of the socket pair.
 
     Args:
-        connection: to the launcher.
+        connection: socket to the launcher.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -155,10 +155,10 @@ class Link:
         self._socket.sendall(pack(message))
 
     def receive(self, *, waits: bool = True) -> list[object]:
-        """The messages that are complete now.
+        """Returns the messages that are complete now.
 
         Args:
-            waits: until something has come.
+            waits: block until data has arrived.
 
         Raises:
             EOFError: the launcher has ended.

@@ -48,19 +48,19 @@ from elche.runtime.report.files import write_story
 COPY_ENTRIES: Final = 1024
 """Journal entries after which the launcher replaces them by a snapshot."""
 STORY: Final = "ELCHE_STORY"
-"""Beside rank 0: the file to which the event log of the run is written at its end."""
+"""Variable: file for the event log, where the coordinator runs beside rank 0."""
 _FREQUENT = BatchesDone, StepsDone, WindowClosed, ModelUpdated
 """Frequent events: their status reaches the launcher with the next `Tick` only."""
 
 
 @final
 class CoordinatorChild:
-    """One coordinator's life: from what the launcher has kept to the run's end.
+    """One coordinator process: restores the kept state and serves the run.
 
     Args:
-        link: to the launcher.
-        begin: what it has kept.
-        more: messages that came with it, to be handled first.
+        link: connection to the launcher.
+        begin: state that the launcher has kept.
+        more: messages received with ``begin``, to be handled first.
     """
 
     def __init__(self, link: Link, begin: Begin, more: Sequence[object] = ()) -> None:
@@ -68,7 +68,7 @@ class CoordinatorChild:
         self._pending = deque(more)
         self._is_over = asyncio.Event()
         self._status = Status()
-        self._entries = len(begin.journal)  # a copy is due, however soon they die
+        self._entries = len(begin.journal)  # a copy gets due even if each dies soon
         self._serves = False
         if begin.copy is None:
             record = RunRecord(begin.world_size, survives=begin.survives)
@@ -100,11 +100,11 @@ class CoordinatorChild:
 
     def _receive(self) -> None:
         try:
-            # What it was called for may have been read already, with a `Fence`.
+            # `_have_fenced` may have read the message already.
             self._pending.extend(self._link.receive(waits=False))
         except (EOFError, OSError):
             os._exit(0)  # the launcher's ranks end by themselves
-        # After what ranks have sent by now: their last words, before their end.
+        # After the messages that ranks sent before their end.
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
     def _handle_pending(self) -> None:
@@ -195,7 +195,7 @@ async def serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
 
 
 if __name__ == "__main__":
-    ignore_signals()  # to the process group: the launcher's to heed
+    ignore_signals()  # the launcher handles those to the process group
     if sys.argv[1] == "beside":
         key = bytes.fromhex(os.environ["ELCHE_KEY"])
         asyncio.run(serve_beside_rank_0(int(sys.argv[2]), sys.argv[3], key))

@@ -1,4 +1,4 @@
-"""User-defined batch weights in means over ranks: tokens, say."""
+"""User-defined batch weights (tokens, say) in means over ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ WeightOf = Callable[[Any], float | torch.Tensor]
 """Called with a batch, or with a part of its samples; see `elche.setup`."""
 
 LEAST, MOST = 1e-9, 1e15
-"""Positive weights: their sums, and their ratios, are exact enough in any precision."""
+"""Range of positive weights, whose sums and ratios are exact in any precision."""
 
 
 @final
 class BatchWeights:
-    """Asks the user's function, and refuses what is no weight.
+    """Calls the user's weight function, and refuses invalid results.
 
     Args:
         weight_of: the user's function.
         rank: this rank.
 
     Raises:
-        ConfigError: it cannot be called with a batch.
+        ConfigError: the function cannot be called with a batch.
     """
 
     def __init__(self, weight_of: WeightOf, rank: int) -> None:
@@ -40,10 +40,10 @@ class BatchWeights:
 
         Args:
             data: the batch.
-            where: names it, as in ``batch 3 of epoch 0``.
+            where: name of the batch, as in ``batch 3 of epoch 0``.
 
         Raises:
-            ConfigError: it is none, or the user's function failed.
+            ConfigError: the weight is invalid, or the user's function failed.
         """
         try:
             said = self._weight_of(data)
@@ -63,10 +63,10 @@ class BatchWeights:
 
 
 def check_weight_of(weight_of: object) -> None:
-    """Refuses what cannot be called with a batch.
+    """Refuses anything but a function of one batch.
 
     Raises:
-        ConfigError: it is no function, or not one of a single argument.
+        ConfigError: it is no function, or takes another number of arguments.
     """
     if not callable(weight_of):
         raise ConfigError(

@@ -31,7 +31,7 @@ STATE_KEYS = {
 
 
 def ranges_of(sizes: BatchSizes, batches: Sequence[int]) -> tuple[Range, ...]:
-    """Positions of each of these batches."""
+    """Position ranges of these batches."""
     return tuple((sizes.position_of(n), sizes.position_of(n + 1)) for n in batches)
 
 
@@ -39,15 +39,16 @@ class EpochCourse:
     """Finished and remaining parts of an epoch: the same on all ranks.
 
     Args:
-        number: of the epoch, over the whole run.
-        keys: of every position; of those that are done anything.
-        sizes: of the user's global batches.
+        number: number of the epoch in the whole run.
+        keys: dataset key of every position; arbitrary for finished ones.
+        sizes: sizes of the user's global batches.
         left: positions to train on.
-        samples_before: of the run, when the epoch began; as this process counts.
-        most: batches that were drawn at most; None for a whole epoch.
+        samples_before: samples of the run at the epoch's start, by this process's
+            count.
+        most: limit on the batches drawn; None for a whole epoch.
 
     Attributes:
-        ends: of its parts so far.
+        ends: `EndEpoch` of each part so far.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class EpochCourse:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing of it is left."""
+        """True if no positions are left."""
         return not self._rest.left.ranges
 
     @property
     def is_cut(self) -> bool:
-        """True if some of it was done before this part."""
+        """True if some positions were done before this part."""
         return not self._is_whole
 
     @property
@@ -85,7 +86,7 @@ class EpochCourse:
         return self._rest.part_sizes
 
     def positions(self, seed: int | None) -> EpochPositions:
-        """Remaining positions, for a loader."""
+        """Makes the remaining positions, for a loader."""
         return EpochPositions(
             self._keys,
             self.part_sizes,
@@ -101,11 +102,11 @@ class EpochCourse:
 
     @property
     def open_samples(self) -> int:
-        """Samples of a batch whose backward pass is to come: not in the model yet."""
+        """Samples of batches with a pending backward pass: not in the model yet."""
         return sum(stop - start for start, stop in self._open)
 
     def ended(self, end: EndEpoch, open_batch: Sequence[Range] = ()) -> None:
-        """A part has ended: what it left is left; ``open_batch`` as in `done`."""
+        """Records the end of a part, and its rest; ``open_batch`` as in `done`."""
         self.ends.append(end)
         rest = self._rest.after(end)
         self.done(end.left, open_batch)
@@ -114,7 +115,7 @@ class EpochCourse:
     def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
         """Marks all of the part as done, except these ranges.
 
-        ``open_batch``: ranges of batches whose backward pass is still to come. This
+        ``open_batch``: ranges of batches with a pending backward pass. This
         process runs it; a run resumed from the state saved now trains on them again.
         Positions of a dead rank among them remain.
         """
@@ -124,7 +125,7 @@ class EpochCourse:
         self._is_whole = False
 
     def state_dict(self, samples: int) -> dict[str, Any]:
-        """The epoch and what is left of it, when the run has trained on so many."""
+        """State of the epoch's rest, at ``samples`` trained samples of the run."""
         keys, steps = self._keys, self._rest.steps
         left = joined([*self._open, *self._rest.left.ranges])
         if isinstance(keys, torch.Tensor):
@@ -147,10 +148,10 @@ class EpochCourse:
 
     @staticmethod
     def from_state(state: dict[str, Any]) -> EpochCourse:
-        """Goes on from :meth:`state_dict`.
+        """Restores a course from :meth:`state_dict`.
 
         Raises:
-            ConfigError: it is no such state.
+            ConfigError: the state is not one of this version.
         """
         if set(state) != STATE_KEYS:
             raise ConfigError(

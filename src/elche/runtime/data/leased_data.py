@@ -1,6 +1,6 @@
 """Batches from lease to device: the user's DataLoader, driven by leases.
 
-A torch DataLoader draws index batches ahead of their use, cannot be told to wait, and
+A torch DataLoader draws index batches ahead of their use, cannot be made to wait, and
 ends for good when its sampler does. So the sampler here never blocks: where no lease
 has come yet it yields an empty batch, which costs nothing, comes out as
 :data:`NO_BATCH`, and lets the loader draw again. Dataset, collate function, workers and
@@ -64,7 +64,7 @@ class LeasedDataset(ForwardingDataset):
 
 @dataclass(frozen=True, slots=True)
 class LeasedCollate:
-    """The user's collate function, which empty batches pass by.
+    """The user's collate function, which is skipped for empty batches.
 
     ``single`` is set for a loader without automatic batching: its keys are loaded one
     by one, and the function converts that one item.
@@ -74,7 +74,7 @@ class LeasedCollate:
     single: bool = False
 
     def __call__(self, data: Any) -> Any:
-        """Collates what the dataset gave."""
+        """Collates the items that the dataset returned."""
         if data is NO_BATCH:
             return NO_BATCH
         is_stamped = isinstance(data, Stamped)
@@ -86,17 +86,17 @@ class LeasedCollate:
 class _LeaseSampler(Generic[Tag]):
     """Batch sampler of a DataLoader that yields leased batches and never blocks.
 
-    Apart from the feed, so that no circle of references keeps a run that has ended,
-    with all its memory, until Python happens to look for circles.
+    Separate from the feed: a reference cycle would keep a finished run and its memory
+    until the next garbage collection.
 
     Args:
         refill: called when the loader draws and nothing is queued; may push.
 
     Attributes:
         queued: index batches that are to be drawn, with their tags.
-        drawn: tags of those that were, None for empty or discarded ones.
+        drawn: tags of drawn batches; None for empty or discarded ones.
         has_ended: nothing more will be queued.
-        refills: more is asked for where the loader draws.
+        refills: request a lease when the loader draws.
     """
 
     def __init__(self, refill: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class BatchFeed(Generic[Tag]):
         self._sampler.refills = own is None
 
     def start(self, epoch: int = 0) -> None:
-        """Begins an epoch, or a part of one: forgets what was queued before."""
+        """Begins an epoch, or a part of one, with an empty queue."""
         self._sampler.queued.clear()
         self._sampler.drawn.clear()
         if self._own is not None:
@@ -158,7 +158,7 @@ class BatchFeed(Generic[Tag]):
 
     @property
     def has_work(self) -> bool:
-        """True if a batch is queued, or drawn and still to come out."""
+        """True if a batch is queued, or drawn and not yet returned."""
         sampler = self._sampler
         return bool(sampler.queued) or any(tag is not None for tag in sampler.drawn)
 
@@ -167,20 +167,21 @@ class BatchFeed(Generic[Tag]):
         self._sampler.queued.append((tag, batch))
 
     def end(self) -> None:
-        """Nothing more will be pushed in this epoch."""
+        """Marks the end of the epoch: nothing more will be pushed."""
         self._sampler.has_ended = True
 
     def discard(self) -> None:
-        """Drops what is queued and what was drawn ahead."""
+        """Drops queued batches, and those drawn ahead."""
         self._sampler.queued.clear()
         self._sampler.drawn = deque(None for _ in self._sampler.drawn)
 
     def next(self) -> tuple[Tag, Any] | None:
-        """The next loaded batch with its tag; None if none was there to load.
+        """The next loaded batch with its tag; None if there is none yet.
 
         Raises:
-            MismatchError: a process that loads reads another stream than the others.
-            ConfigError: the user's own iteration does not yield one batch for one.
+            MismatchError: a loading process reads a different stream.
+            ConfigError: the user's own iteration does not yield one batch for each
+                drawn.
             Whatever the user's dataset or collate function raises.
         """
         if self._own is None:
@@ -214,7 +215,7 @@ class BatchFeed(Generic[Tag]):
         return tag, data
 
     def finish(self, *, is_over: bool = True) -> None:
-        """Ends a part of an epoch; the user's loader keeps workers if it does so."""
+        """Ends a part of an epoch; a loader with persistent workers keeps them."""
         self.end()
         self.discard()
         if self._own is not None and is_over:
@@ -228,14 +229,14 @@ class LeasedBatches:
     Args:
         loader: the user's DataLoader.
         generator: source of randomness for its workers, different on every rank.
-        device: where batches go.
+        device: device that batches are moved to.
         refill: called when the loader draws and nothing is queued; may push.
-        weights: what batches weigh, asked before they are moved; None: their samples.
+        weights: weights of batches, taken before the move; None: their samples.
 
     Attributes:
-        weight: of the batch that the last :meth:`take` gave; None without ``weights``.
-        transfer_s: seconds of the training thread that it spent on moving the batch.
-        marks_dynamic: batches vary in size, and a compiled model is told so.
+        weight: weight of the last :meth:`take`'s batch; None without ``weights``.
+        transfer_s: time (s) that the training thread spent on moving that batch.
+        marks_dynamic: mark batch sizes as dynamic for a compiled model.
     """
 
     def __init__(
@@ -284,10 +285,10 @@ class LeasedBatches:
         self._feed.push(tag, batch)
 
     def take(self) -> tuple[Any, Any] | None:
-        """The next batch, on the device; None if none was there to load.
+        """The next batch, on the device; None if there is none yet.
 
         Raises:
-            ConfigError: it weighs what no batch can.
+            ConfigError: its weight is invalid.
         """
         got = self._take()
         self.transfer_s = self._prefetcher.transfer_s
@@ -311,7 +312,7 @@ class LeasedBatches:
         return (tag, weight), data
 
     def end(self) -> None:
-        """Nothing more will be pushed in this epoch."""
+        """Marks the end of the epoch: nothing more will be pushed."""
         self._feed.end()
 
     def discard(self) -> None:

@@ -38,7 +38,7 @@ class OwnIteration:
     """The user's own iteration: yields one batch for each that it draws, in order.
 
     Args:
-        loader: the user's.
+        loader: the user's DataLoader.
         draw: loads the next batch, with its tag; None where there is none.
     """
 
@@ -62,7 +62,7 @@ class OwnIteration:
         """The next batch with its tag; None at the epoch's end.
 
         Raises:
-            ConfigError: the iteration does not yield one batch for one.
+            ConfigError: the iteration does not yield one batch for each drawn.
         """
         self._thread, self._has_ended = threading.get_ident(), False
         try:
@@ -75,7 +75,7 @@ class OwnIteration:
             is_whole = is_over or self._yielded == length_hint(self._loader, -1)
             if self._fault or self._held or not is_whole:
                 self._refuse(self._fault or "drops batches, or ends before they do")
-            self._iterator = None  # of ``len()`` batches, where a rank has more of them
+            self._iterator = None  # a rank may have more than ``len()`` batches
             return None if is_over else self.next()
         if not self._held:
             self._refuse("yields a batch twice, or one that it has not drawn")

@@ -1,4 +1,4 @@
-"""The positions of an epoch: enumerated once, on one rank, and given to all."""
+"""The positions of an epoch: enumerated once, on one rank, and sent to all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class IndexBatch(NamedTuple):
-    """Keys of a dataset to load together in an epoch, with a seed for each if asked."""
+    """Dataset keys to load together in an epoch, with an optional seed for each."""
 
     keys: Sequence[Any]
     seeds: Sequence[int] | None = None
@@ -46,8 +46,8 @@ class EpochPositions:
         sizes: samples of every batch.
         epoch: the epoch.
         seed: seed of sample augmentation, None for none.
-        most: batches of the user's that were drawn at most; None for a whole epoch.
-        part: which positions these batches are of; None for all.
+        most: limit on the user's batches drawn; None for a whole epoch.
+        part: positions that these batches cover; None for all.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EpochPositions:
         self._array = keys.numpy() if isinstance(keys, torch.Tensor) else None
 
     def cut_by(self, cut: BatchCut) -> EpochPositions:
-        """The same epoch in the local batches of windows."""
+        """Returns the same epoch, cut into the local batches of windows."""
         sizes = self.sizes.cut_by(cut)
         return EpochPositions(
             self.keys, sizes, self.epoch, self._seed, self.most, self._part
@@ -115,8 +115,8 @@ def enumerate_batches(
     """Draws an epoch, or its first batches, from the user's batch sampler (or sampler).
 
     Draws the seed that a DataLoader draws first (but persistent workers only once), so
-    that the order is the one that a plain loop over this loader would see. As there the
-    sampler's iterator is made before, which torchdata's samplers draw in.
+    that the order is that of a plain loop over this loader. As in a DataLoader, the
+    sampler's iterator is made first: torchdata's samplers draw there.
 
     Raises:
         ConfigError: the sampler yields nothing.
@@ -138,7 +138,7 @@ def enumerate_batches(
 
 
 def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -> Any:
-    """Values that a sampler yields, at most so many; ``len()`` of it if endless."""
+    """At most ``most`` values of a sampler; ``len(loader)`` if it is endless."""
     try:
         length = len(loader)
     except TypeError:
@@ -159,9 +159,9 @@ def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -
 
 
 def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
-    """Refuses an epoch that this rank's data set has not got.
+    """Refuses an epoch that does not fit this rank's data set.
 
-    Looks only at torch's own samplers, whose keys and lengths mean what they say.
+    Checks only torch's own samplers, whose keys and lengths are reliable.
 
     Raises:
         MismatchError: the data set has another length than rank 0's, whose sampler
@@ -198,7 +198,7 @@ def share_keys(
     """Sends one rank's keys to all ranks; ``keys`` is None elsewhere.
 
     Raises:
-        ConfigError: a key is nothing that can travel without pickle.
+        ConfigError: a key cannot be sent without pickle.
     """
     payload, kind = torch.empty(0, dtype=torch.int64, device="cpu"), 0
     if keys is not None:
@@ -220,7 +220,7 @@ def packed_keys(keys: list[Any]) -> tuple[torch.Tensor, int]:
     """Keys as a tensor, and 1 if that holds their bytes.
 
     Raises:
-        ConfigError: a key is nothing that can travel without pickle.
+        ConfigError: a key cannot be sent without pickle.
     """
     try:
         return torch.frombuffer(array("q", keys), dtype=torch.int64), 0

@@ -1,9 +1,8 @@
 """Batches on the device before the loop asks for them.
 
-The user's DataLoader loads in the background as far as it has workers. From there the
-training thread takes batches where the loop asks for the next one, begins their copies
-on a stream beside the training, and hands out one whose copy it began a batch or two
-ago.
+The user's DataLoader loads in the background as far as it has workers. When the loop
+asks for the next batch, the training thread takes loaded ones, begins their copies on a
+side stream, and yields one whose copy began a batch or two ago.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class MemoryReading(NamedTuple):
     """A device's memory, in bytes.
 
     Attributes:
-        total_bytes: all there is.
-        free_bytes: what this process could allocate, cached memory included.
-        active_bytes: what its tensors take, with memory that queued kernels still use.
-        peak_bytes: the most that they took at once; 0 with 0 active if nobody counts.
+        total_bytes: memory of the device.
+        free_bytes: memory that this process could allocate, its cache included.
+        active_bytes: memory of its tensors, with what queued kernels still use.
+        peak_bytes: peak of ``active_bytes``; both are 0 if they are not counted.
     """
 
     total_bytes: int
@@ -89,15 +88,15 @@ class DevicePrefetcher(Generic[Tag]):
     """Yields batches on the device while the next ones are copied.
 
     On the CPU it passes batches through; on other devices without a copy stream it
-    moves each when it is handed out. Whatever cannot be copied ahead (objects that only
-    their own ``.to`` can move, batches for which there is no memory) is moved then too.
+    moves each when it is yielded. Batches that cannot be copied ahead (objects that
+    only their own ``.to`` can move, or too little memory) are moved then too.
 
     Args:
-        next_batch: gives the next loaded batch with its tag, None where there is none
+        next_batch: returns the next loaded batch with its tag; None if there is none
             yet. It may call :meth:`discard`.
-        device: where batches go.
+        device: device that batches are moved to.
         copies: the stream of copies, None to move nothing ahead.
-        read: the device's memory.
+        read: reads the device's memory.
 
     Attributes:
         depth: batches held ahead at present.
@@ -133,21 +132,21 @@ class DevicePrefetcher(Generic[Tag]):
         next_batch: Callable[[], tuple[Tag, Any] | None],
         device: torch.device,
     ) -> DevicePrefetcher[Tag]:
-        """A prefetcher with what the device has: copies ahead on CUDA, else none."""
+        """Makes a device's prefetcher, which copies ahead on CUDA only."""
         copies = CudaCopyStream(device) if device.type == "cuda" else None
         return DevicePrefetcher(next_batch, device, copies)
 
     @property
     def has_batch(self) -> bool:
-        """True if :meth:`take` gives one for sure, unless it is discarded meanwhile."""
+        """True if :meth:`take` will return a batch, unless it is discarded before."""
         return bool(self._held)
 
     def take(self) -> tuple[Tag, Any] | None:
-        """The next batch, on the device; None if none is held and none has come.
+        """The next batch, on the device; None if none is held or loaded.
 
         Does not wait for a copy: the stream that trains does. The first batch after a
-        pause is handed out before others are fetched, later ones behind the fetch of
-        at most two.
+        pause is returned before others are fetched; later calls fetch at most two
+        first.
 
         Raises:
             Whatever ``next_batch`` raises; batches held then stay held.
@@ -170,7 +169,7 @@ class DevicePrefetcher(Generic[Tag]):
         return self._hand_out(self._copies, self._held.popleft())
 
     def discard(self) -> None:
-        """Drops what is held: its leases went back, or the epoch ended."""
+        """Drops held batches, when leases were returned or the epoch ended."""
         for held in self._held:
             if held.copy is not None:
                 self._being_read.append((held.copy.fence, held.copy.source))

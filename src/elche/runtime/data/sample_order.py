@@ -1,7 +1,7 @@
-"""The order of an epoch's samples, drawn on the first rank that lives.
+"""The order of an epoch's samples, drawn on the first living rank.
 
-The generators that it is drawn from travel with each epoch, so that the next rank goes
-on as the first one would have when that dies.
+Its generator states are sent with each epoch, so that the next rank draws as the first
+one would have if that dies.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ GENERATORS_ONLY: Final = (
     WeightedRandomSampler,
     DistributedSampler,
 )
-"""Samplers whose next order depends on nothing else that drawing changes."""
+"""Samplers whose only state is that of their generators."""
 
 
 @final
 class SampleOrder:
-    """One rank's part in drawing orders, and in handing that on.
+    """Draws sample orders on one rank, and shares generator states for failover.
 
     Args:
-        loader: the user's, the same on all ranks.
-        generators: that it draws from, beside torch's own.
-        hands_on: other ranks are told where the generators stand.
+        loader: the user's DataLoader, the same on all ranks.
+        generators: generators that it draws from, beside torch's own.
+        hands_on: send generator states to the other ranks.
 
     Attributes:
-        keys: of the epoch's positions, as far as this rank has them.
+        keys: keys of the epoch's positions; None if this rank lacks them.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class SampleOrder:
         self.keys: torch.Tensor | list[Any] | None = None
 
     def begin(self, epoch: int, most: int | None) -> None:
-        """A new epoch, whose order this rank has not.
+        """Begins a new epoch, whose order this rank lacks.
 
         Args:
             epoch: its number.
-            most: batches that are drawn at most; None for all.
+            most: limit on the batches drawn; None for all.
         """
         self._epoch, self._most, self.keys = epoch, most, None
 
@@ -77,7 +77,7 @@ class SampleOrder:
         return sizes
 
     def share(self, group: Group, source: int = 0) -> None:
-        """Sends one rank's keys to all, and where the generators stand after them."""
+        """Sends one rank's keys, and its generator states after them, to all."""
         received = self._share_generators(group, source)
         keys: Any = self.keys if group.rank == source else None
         if isinstance(keys, torch.Tensor):
@@ -89,8 +89,8 @@ class SampleOrder:
         """Shares the order of a begun epoch with ranks that lack it, or draws it again.
 
         Args:
-            group: of the ranks that live.
-            source: one that has it; None: it has died with the rank that drew it.
+            group: group of the living ranks.
+            source: a rank's place that has it; None: it was lost with its rank.
         """
         if source is None and group.rank == 0:
             self.take_over()
@@ -102,7 +102,7 @@ class SampleOrder:
         self._received = self._share_generators(group, 0)
 
     def _share_generators(self, group: Group, source: int) -> list[bytes] | None:
-        """Sends the generator states of ``source``; None where no rank succeeds."""
+        """Sends the generator states of ``source``; None without failover."""
         if not self._hands_on:
             return None
         states = torch.get_rng_state(), *(g.get_state() for g in self._generators)
@@ -113,7 +113,7 @@ class SampleOrder:
         return None if is_first else received
 
     def take_over(self) -> None:
-        """This rank is the first now; does nothing where it was before."""
+        """Restores generator states on a rank that has become the first."""
         received, self._received = self._received, None
         if received is None:
             return
@@ -126,7 +126,7 @@ class SampleOrder:
 
 
 def sampler_with_state(loader: DataLoader[Any]) -> str:
-    """The class of a sampler that may hold more than generators; "" if it does not."""
+    """Class name of a sampler with state beyond generators; "" without such state."""
     sampler: Any = loader.sampler
     if loader.batch_sampler is not None:
         if type(loader.batch_sampler) is not BatchSampler:

@@ -30,9 +30,9 @@ def _seed_of(text: str) -> int:
 
 @contextlib.contextmanager
 def untraced_generators() -> Iterator[None]:
-    """Leaves the global generators of the training process as they were.
+    """Restores the global generators of the training process at the end.
 
-    Those of a process that only loads are not put back: nothing else draws from them.
+    A loader's process keeps its own as they are: nothing else draws from them.
     """
     if get_worker_info() is not None:
         yield
@@ -71,7 +71,7 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def separate_rank(rank: int) -> None:
-    """Gives ranks above 0 randomness of their own when no seed was asked for.
+    """Gives ranks above 0 randomness of their own when no seed was given.
 
     A script that calls ``torch.manual_seed(0)`` would otherwise draw the same dropout
     masks on every rank. Rank 0 keeps the script's own.

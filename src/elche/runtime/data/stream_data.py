@@ -1,21 +1,20 @@
 """Iterable data sets on several ranks: one stream, read by position.
 
-A stream cannot be indexed, so every process that loads (each rank, or each of its
-DataLoader workers) reads all of it from its own copy, forward, and keeps only the
-positions that it was leased; it begins again where one lies before the place it has
-come to (a lease that came back). Leases, balanced shares, exactly-once and tails are
-then those of any other data set.
+A stream cannot be indexed. So every process that loads (each rank, or each of its
+DataLoader workers) reads its own copy forward, and keeps only its leased positions; it
+starts again for a position before its current one (a returned lease). Leases, balanced
+shares, exactly-once and tails are then those of any other data set.
 
-What is promised: every position contributes exactly once, *if* the stream yields the
+Guaranteed: every position contributes exactly once, *if* the stream yields the
 same samples in the same order in every process. Streams that draw from the global
-generators of Python, torch or numpy do: those are seeded anew at every position. The
-first samples of each epoch are compared between all ranks and all workers, so a stream
-that shuffles with a generator of its own, unseeded, or that divides itself among ranks,
-is refused by name. Division among workers is undone: while a stream is read,
-``torch.utils.data.get_worker_info()`` says that there are none.
+generators of Python, torch or numpy do: those are reseeded at every position. The first
+samples of each epoch are compared between all ranks and all workers. So a stream
+that shuffles with its own unseeded generator, or divides itself among ranks, is
+refused by name. Division among workers is undone: while a stream is read,
+``torch.utils.data.get_worker_info()`` reports none.
 
-It costs what reading the whole stream costs in each process, and some 20 microseconds
-per sample for the seeds.
+Each process pays for reading the whole stream, and some 20 microseconds per sample for
+the seeds.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class StreamView(ForwardingDataset):
 
     @property
     def elche_reader(self) -> StreamReader:
-        """Reads the stream."""
+        """The reader of the stream."""
         reader: StreamReader = self._elche_held
         return reader
 
@@ -60,16 +59,16 @@ def by_position(
     world_size: int,
     seed: int | None,
 ) -> DataLoader[Any]:
-    """The loader itself, or one that reads its stream by position.
+    """Returns the loader, or a loader that reads its stream by position.
 
     On one device a stream is left alone, unless its samples are to be counted or drawn
     by a seed.
 
     Args:
-        loader: the user's.
+        loader: the user's DataLoader.
         samples_per_epoch: positions of an epoch of a stream; None for its length.
-        world_size: ranks.
-        seed: of the run; None for none.
+        world_size: number of ranks.
+        seed: seed of the run; None for none.
 
     Raises:
         ConfigError: the length is not a whole number above 0, is given for a data set
@@ -114,13 +113,13 @@ def _stream_length(
 def stream_loader(
     loader: DataLoader[Any], length: int, seed: int | None = None
 ) -> DataLoader[Any]:
-    """A loader of the positions of a stream; everything else as the user's.
+    """Makes a loader of a stream's positions, with the user's other options.
 
     Args:
-        loader: the user's, over an IterableDataset.
+        loader: the user's DataLoader, over an IterableDataset.
         length: positions of an epoch: samples, or whole batches where the loader has
             ``batch_size=None``.
-        seed: of the global generators while the stream is read; None leaves them alone.
+        seed: seed of the global generators during reads; None leaves them alone.
     """
     made: DataLoader[Any] = DataLoader(
         StreamView(loader.dataset, length, loader.num_workers == 0, seed),
@@ -135,7 +134,7 @@ def stream_loader(
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Options of a loader, for another one that loads alike."""
+    """Loading options of a loader, for another one like it."""
     options = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,

@@ -1,6 +1,6 @@
 """One process' copy of a stream, read forward and by position.
 
-See `elche.runtime.data.stream_data` for what is promised.
+See `elche.runtime.data.stream_data` for its guarantees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEAD_SAMPLES = 2
 """Samples at the beginning of an epoch that are compared between processes."""
 SEED_BITS = 62
 MOST_VALUES = 1024
-"""Most values of a large tensor or text that are read, spread over it."""
+"""Most values read of a large tensor or text, spread over it."""
 MOST_DEPTH = 8
 DIGEST_BYTES = 7
 
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardingDataset(Dataset[Any]):
-    """A data set with the attributes of another; pickled as what it holds.
+    """A data set that forwards attributes to another one.
 
     Args:
-        held: the other, or what reads it.
+        held: the other data set, or its reader; pickled in place of this.
     """
 
     def __init__(self, held: Any) -> None:
@@ -71,8 +71,8 @@ class Stamp(NamedTuple):
     """Description of the stream that a worker process reads.
 
     Attributes:
-        fingerprint: of the epoch's first samples, as that process got them.
-        has_more: whether the stream went on after the epoch's last position.
+        fingerprint: fingerprint of the epoch's first samples in that process.
+        has_more: the stream continues after the epoch's last position.
     """
 
     fingerprint: int
@@ -80,7 +80,7 @@ class Stamp(NamedTuple):
 
 
 class Stamped(NamedTuple):
-    """Data, with the position of its stream in the process that loaded it.
+    """Data, with the `Stamp` of the process that loaded it.
 
     A plain tuple on its way between processes, which is pinned like any other.
     """
@@ -96,7 +96,7 @@ class StreamReader:
         stream: the user's data set.
         length: positions of an epoch.
         loads_here: the training process itself loads, not workers.
-        seed: of the global generators; None leaves them alone.
+        seed: seed of the global generators; None leaves them alone.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StreamReader:
 
         Args:
             group: the process group; epochs begin on all of its ranks together.
-            seed: of the global generators while the stream is read.
+            seed: seed of the global generators while the stream is read.
         """
         shared = torch.tensor([seed % 2**SEED_BITS], dtype=torch.int64, device="cpu")
         group.broadcast(shared, "sharing the seed of a stream")
@@ -140,7 +140,7 @@ class StreamReader:
 
         Raises:
             MismatchError: the stream begins differently on another rank.
-            ConfigError: it ends at once.
+            ConfigError: it ends within its first samples.
         """
         with self._reading():
             self._open(epoch)
@@ -165,7 +165,7 @@ class StreamReader:
         return Stamped(items, Stamp(self._fingerprint, self._has_more))
 
     def check(self, stamp: Stamp) -> None:
-        """Refuses samples of another stream; warns of more than an epoch's."""
+        """Refuses samples of a different stream; warns if it exceeds an epoch."""
         if stamp.fingerprint != self._agreed:
             raise MismatchError(
                 f"a process that loads read another stream {self.name} than the one "
@@ -185,7 +185,7 @@ class StreamReader:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Around everything that runs the user's stream."""
+        """Context for running the user's stream: own seeds, no worker info."""
         seeded = (
             contextlib.nullcontext() if self.seed is None else untraced_generators()
         )
@@ -202,10 +202,10 @@ class StreamReader:
         self._has_more = False
 
     def _open(self, epoch: int) -> None:
-        """Begins an epoch's stream, and looks at its first samples.
+        """Opens the stream for an epoch, and reads its first samples.
 
-        Of a copy, where the same epoch may begin more often or elsewhere too: some
-        streams count their epochs in ``__iter__``, and must begin alike each time.
+        Uses a copy where the epoch may be opened again, or in a worker: some streams
+        count their epochs in ``__iter__``, and must begin alike each time.
         """
         is_again = epoch == self._unread[0]
         if not is_again:
@@ -251,7 +251,7 @@ class StreamReader:
             seed_generators(position_seed(self.seed, self._epoch, position))
 
     def _look_beyond(self) -> None:
-        """Looks for a sample beyond the end; its errors belong to no epoch."""
+        """Checks for a sample beyond the end; errors there are ignored."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             with contextlib.suppress(Exception):
@@ -276,8 +276,8 @@ class StreamReader:
 def fingerprint(sample: Any) -> int:
     """A number of 56 bits, equal for equal samples.
 
-    Looks into containers, tensors, arrays, texts, numbers and plain objects; of what
-    else a sample holds, only at the type. Of large tensors and texts it sees a part.
+    Reads containers, tensors, arrays, texts, numbers and plain objects; of other values
+    only the type, of large tensors and texts a part.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     digest.update("\n".join(_described(sample, 0)).encode(errors="replace"))
@@ -285,7 +285,7 @@ def fingerprint(sample: Any) -> int:
 
 
 def _described(value: Any, depth: int) -> list[str]:
-    """Lines that tell a value from others."""
+    """Lines that identify a value."""
     kind = type(value).__qualname__
     if depth > MOST_DEPTH:
         return [kind]

@@ -1,4 +1,4 @@
-"""Batches to the device."""
+"""Transfer of batches to the device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 def to_device(data: Any, device: torch.device) -> Any:
     """Moves every tensor in a batch, whatever containers it has.
 
-    Containers that are not tuples, lists, mappings or objects with ``.to`` are handed
-    on as they are.
+    Containers that are not tuples, lists, mappings or objects with ``.to`` are returned
+    unchanged.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def map_batch(
     on_tensor: Callable[[torch.Tensor], Any],
     on_object: Callable[[Any], Any],
 ) -> Any:
-    """A batch with something done to its tensors and its objects with ``.to``."""
+    """Applies functions to the tensors of a batch, and to its objects with ``.to``."""
     if isinstance(data, torch.Tensor):
         return on_tensor(data)
     if _has_to(data):
@@ -55,9 +55,9 @@ def map_batch(
 
 
 def tensors_in(data: Any) -> list[torch.Tensor] | None:
-    """Every tensor that :func:`to_device` moves; None if some are out of sight.
+    """Every tensor that :func:`to_device` moves; None if some are hidden.
 
-    Out of sight are those of an object that only its own ``.to`` can move, and tensors
+    Hidden are those of an object that only its own ``.to`` can move, and tensors
     whose memory is in several pieces (sparse and nested ones). Packed sequences and
     dictionaries of :class:`collections.UserDict`'s kind are looked into.
     """
@@ -70,9 +70,9 @@ class Copy:
     """A batch on its way to the device.
 
     Attributes:
-        data: the batch there; to be used behind ``fence`` only.
-        source: what is being read; to be kept until ``fence`` is passed.
-        fence: the end of this copy.
+        data: batch on the device; usable only after ``fence``.
+        source: batch on the host; kept until ``fence`` has passed.
+        fence: event at the end of this copy.
     """
 
     data: Any
@@ -118,7 +118,7 @@ class CudaCopyStream:
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def _pinned(self, data: Any) -> Any:
-        """The batch in pinned memory, or as it was where none can be had."""
+        """The batch in pinned memory; unchanged if pinning fails."""
         if not self._can_pin:
             return data
         try:
@@ -139,7 +139,7 @@ def _has_to(data: Any) -> bool:
 
 
 def _collect(data: Any, found: list[torch.Tensor]) -> bool:
-    """Appends the tensors of a batch; False if there are others that it cannot see."""
+    """Appends the tensors of a batch; False if others are hidden."""
     if isinstance(data, torch.Tensor):
         found.append(data)
         return data.layout == torch.strided and not data.is_nested

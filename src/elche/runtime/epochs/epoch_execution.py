@@ -42,14 +42,14 @@ from elche.torch_internals.passes import is_compiled
 
 @dataclass(frozen=True, slots=True)
 class EpochPart:
-    """An epoch, or what is left of one that was cut, which all ranks have opened.
+    """An epoch, or the rest of a cut one, opened by all ranks.
 
     Attributes:
-        positions: of the part.
-        window: its first one.
+        positions: positions of the part.
+        window: number of its first window.
         sizes: global batches of the whole epoch.
-        is_first: none of the epoch was run before by this loop.
-        is_by_steps: the loop goes over a number of steps.
+        is_first: this loop has run no part of the epoch before.
+        is_by_steps: the loop runs a given number of steps.
     """
 
     positions: EpochPositions
@@ -61,12 +61,12 @@ class EpochPart:
 
 @final
 class EpochExecution:
-    """Runs one part of an epoch after another, as the policy in force has it.
+    """Runs an epoch's parts one after another, under the policy in force.
 
     Attributes:
-        generator: of the loader's randomness.
-        under_way: the part that the loop is in.
-        last_samples: of the batch that the last part ended with, under ``sync``.
+        generator: generator of the loader's randomness.
+        under_way: executor of the current part; None outside epochs.
+        last_samples: samples of the last part's last batch.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class EpochExecution:
 
     @property
     def sums(self) -> ModelSums:
-        """Sums of the model as laid out now, if there are ranks to compare with."""
+        """Checksums of the model as laid out now; none on a single rank."""
         worker = self._worker
         named = self._training.model.named_parameters()
         is_alone = len(worker.members) == 1
         return ModelSums(() if is_alone else named, kind_of(worker.placement.device))
 
     def attach(self) -> None:
-        """Makes the stream that batches are drawn from."""
+        """Makes the source of batches."""
         self._batches = LeasedBatches(
             self._training.loader,
             self.generator,
@@ -113,7 +113,7 @@ class EpochExecution:
         )
 
     def close(self) -> None:
-        """No other part follows, and one under way is left as it is."""
+        """Releases the batches; a part in progress is abandoned."""
         self._batches = None
 
     def _refill(self) -> None:
@@ -121,13 +121,13 @@ class EpochExecution:
             self.under_way.refill()
 
     def check(self) -> None:
-        """Raises what went wrong where nothing could be raised."""
+        """Raises a pending error that could not be raised where it occurred."""
         error, self._pending_error = self._pending_error, None
         if error is not None:
             raise error
 
     def regroup(self) -> None:
-        """Ranks have died, or are to join, outside of windows."""
+        """Forms the next group outside windows, after deaths or before joins."""
         if isinstance(self.under_way, SyncEpoch):
             self.under_way.regroup()
             return
@@ -140,8 +140,8 @@ class EpochExecution:
         """Builds the policy's reducers, and copies the model of a rank that ran alone.
 
         Args:
-            begin: the part, which all ranks have opened.
-            is_changed: what is trained, since it was built last.
+            begin: the part that all ranks have opened.
+            is_changed: the trained parameters have changed since the last build.
             wants_keys: this rank waits for the positions of the epoch.
         """
         is_other = begin.policy != self._synchroniser.policy
@@ -178,7 +178,7 @@ class EpochExecution:
         broadcast_from(group, model, self._observer.optimizers(), place)
 
     def begin(self, part: EpochPart) -> SyncEpoch | WindowEpoch:
-        """Begins a part, on all ranks together; returns what runs it."""
+        """Begins a part, on all ranks together; returns its executor."""
         assert self._batches is not None
         self._is_asked = False
         if not part.is_first:
@@ -242,7 +242,7 @@ class EpochExecution:
         return run
 
     def _ask_for_cut(self) -> None:
-        """The first rank has it cut where a checkpoint is wanted, any at an end."""
+        """Requests a cut: the first rank for a checkpoint, any rank for an end."""
         worker, pauses = self._worker, self._training.pauses
         is_first = worker.groups.members[0] == worker.rank
         if self._is_asked or not pauses.wants_cut(is_first=is_first):
@@ -259,7 +259,7 @@ class EpochExecution:
             self._worker.close(ended)
 
     def _made(self, part: EpochPart) -> SyncEpoch | WindowEpoch:
-        """Executor of the part, under the policy in force."""
+        """Makes the executor of a part, under the policy in force."""
         training, reducer = self._training, self._synchroniser.reducer
         assert self._batches is not None
         config, modules = training.config, training.model.modules()
@@ -298,9 +298,9 @@ class EpochExecution:
         return WindowEpoch(self._worker, batches, part.positions, sync, loop, hooks)
 
     def _copy_ratio(self, part: EpochPart) -> tuple[int, int]:
-        """Steps and samples of the windows of this epoch, by which copies are updated.
+        """Steps and samples of this epoch's windows, which pace updates of copies.
 
-        The same in all of its parts, of which the first may have been steps.
+        The same in all parts of the epoch; the first one may have been steps.
         """
         if self._windowed != self._opening.epoch:
             self._windowed, sizes = self._opening.epoch, part.sizes
@@ -332,7 +332,7 @@ class EpochExecution:
 
     @property
     def _check(self) -> Callable[[], None]:
-        """Refusal of what elche cannot see, or cannot follow, inside an epoch."""
+        """Check that refuses changes inside an epoch that elche cannot follow."""
         is_sync = self._training.config.policy == "sync"
         return self._synchroniser.check if is_sync else self._check_rates
 
@@ -340,7 +340,7 @@ class EpochExecution:
         self._synchroniser.check()
         self._observer.schedulers.check(self._observer.optimizers())
         if self._synchroniser.reducer is None:
-            self._ask_for_cut()  # also of a rank that is given no batches
+            self._ask_for_cut()  # also on a rank without batches
 
     def _keep_error(self, error: ElcheError) -> None:
         if isinstance(error, NonFiniteError):

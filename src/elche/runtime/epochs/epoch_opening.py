@@ -1,4 +1,4 @@
-"""One rank's way into an epoch, with all ranks, whoever dies or joins meanwhile."""
+"""Opening of an epoch with all ranks, while some may die or join."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class EpochOpening:
     """Opens epochs with all ranks, and forms the next group outside of windows.
 
     Attributes:
-        order: of the samples.
+        order: order of the samples.
         regrouping: forms groups in windows and between epochs.
-        steps: forms them under ``sync``, of those who take part.
-        epoch: the one that was opened last, or that a resumed run stands behind; -1
-            before the first.
+        steps: forms groups of active ranks under ``sync``.
+        epoch: number of the epoch opened last, or finished before a resume; -1 before
+            the first.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class EpochOpening:
         """Waits until all ranks have opened the epoch, or its next part.
 
         Args:
-            opened: what this rank says of it.
-            sizes: of the part's batches; None: of a new epoch, drawn on the first rank.
+            opened: this rank's message about the epoch.
+            sizes: sizes of the part's batches; None: the first rank draws a new epoch.
         """
         self._opened, self._sizes = opened, sizes
         self._is_shared = False
@@ -90,13 +90,13 @@ class EpochOpening:
         return begin
 
     def probe(self) -> None:
-        """Measures one reduction, with all ranks of the group, where that is used."""
+        """Measures one reduction with all ranks of the group, under ``auto``."""
         if self._probes:
             numel = self._synchroniser.num_parameters
             self._probe_s = probe_reduction_s(self._worker.group, numel)
 
     def _send(self) -> None:
-        """Opens the epoch; the first rank says its sizes."""
+        """Sends `EpochOpened`; the first rank adds the batch sizes."""
         assert self._opened is not None
         self._opened = opened = replace(self._opened, probe_s=self._probe_s)
         if self._worker.place == 0 and opened.sizes is None:
@@ -113,8 +113,8 @@ class EpochOpening:
         death is handled as in training.
 
         Args:
-            policy: that is to be in force.
-            build: builds it, with all ranks of the group that there is.
+            policy: policy that is to be in force.
+            build: builds with all ranks of the current group.
             wants_keys: this rank waits for the positions of an epoch that has begun.
         """
         worker, regrouping = self._worker, self.regrouping
@@ -137,10 +137,10 @@ class EpochOpening:
         self._builds = ""
 
     def share(self, sizes: BatchSizes) -> Any:
-        """The epoch's positions, on every rank.
+        """Shares the epoch's positions with every rank.
 
         Raises:
-            MismatchError: the rank that drew them has died, and the next one draws
+            MismatchError: the rank that drew them has died, and the next rank draws
                 others.
         """
         order = self.order
@@ -161,7 +161,7 @@ class EpochOpening:
         return order.keys
 
     def join(self) -> None:
-        """Waits for the others to pause, forms the next group, and takes over."""
+        """Waits for the others to pause, forms the next group, and adopts its state."""
         worker = self._worker
         worker.send(JoinReady(rank=worker.rank))
         while not worker.is_due:

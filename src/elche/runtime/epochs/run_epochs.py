@@ -36,12 +36,12 @@ class RunEpochs:
     """Opens epochs with all ranks, and yields this rank's part of each.
 
     Attributes:
-        opening: of epochs, with all ranks.
-        groups: of those who take part in steps.
-        execution: of the part of an epoch that the loop is in.
-        reports: of epochs that have ended.
-        samples_before: samples of the epochs that have ended, of all ranks.
-        resumed_samples: those of this epoch that were trained before it was resumed.
+        opening: opens epochs with all ranks.
+        groups: groups of active ranks in steps.
+        execution: runs the current part of an epoch.
+        reports: reports of finished epochs.
+        samples_before: samples of finished epochs and parts, of all ranks.
+        resumed_samples: samples of this epoch that were trained before a resume.
     """
 
     # One iteration of the loader, as `_run_epoch` goes through it:
@@ -50,7 +50,7 @@ class RunEpochs:
     #         ▲                            │ cut: for a checkpoint, joins, deaths
     #         └────────── _pause ◄─────────┘ ─ the run ends ─► _end_epoch
     #
-    # A loop that breaks off, or asks for a new iteration meanwhile, ends the part on
+    # A loop that breaks off, or begins a new iteration meanwhile, ends the part on
     # all ranks; if that was cut before, its rest is opened once more (_leave_rest).
 
     def __init__(
@@ -84,7 +84,7 @@ class RunEpochs:
 
     @property
     def under_way(self) -> SyncEpoch | WindowEpoch | None:
-        """The part of an epoch that the loop is in."""
+        """Executor of the current part; None outside epochs."""
         return self.execution.under_way
 
     @property
@@ -94,7 +94,7 @@ class RunEpochs:
 
     @property
     def progress_samples(self) -> float:
-        """Samples of all ranks since the run began, the same function on each."""
+        """Samples of all ranks since the run began, the same function on each rank."""
         if isinstance(self.under_way, WindowEpoch):
             return self.under_way.progress_samples
         done = self.under_way.samples_done if self.under_way is not None else 0
@@ -102,14 +102,14 @@ class RunEpochs:
 
     @property
     def progress_steps(self) -> float:
-        """Likewise, steps of the run."""
+        """Steps of the run so far, the same function on each rank."""
         course = self._course
         before = self.samples_before if course is None else course.samples_before
         return self._observer.steps.at(self.progress_samples - before)
 
     @property
     def samples_kept(self) -> int:
-        """Samples before this part that the model has: not of an `open_batch`."""
+        """Samples in the model before this part, without those of open batches."""
         course = self._course
         return self.samples_before - (0 if course is None else course.open_samples)
 
@@ -140,14 +140,14 @@ class RunEpochs:
         )
 
     def load_state_dict(self, state: dict[str, Any], counted: int = 0) -> None:
-        """Goes on from :meth:`state_dict`, before the first epoch.
+        """Restores :meth:`state_dict`, before the first epoch.
 
         Args:
-            state: of this run before, or of another rank that this one joins.
-            counted: samples of all ranks that are in `samples_before` there.
+            state: state of this run, or of another rank that this one joins.
+            counted: `samples_before` of that rank.
 
         Raises:
-            ConfigError: one has begun.
+            ConfigError: an epoch has begun.
         """
         if self.opening.epoch >= 0:
             raise ConfigError(
@@ -168,7 +168,7 @@ class RunEpochs:
         """State for ranks that join, beside a checkpoint's contents.
 
         Raises:
-            ConfigError: the loop does something that cannot be handed over.
+            ConfigError: the loop has state that cannot be copied.
         """
         policy = self._training.config.policy
         if policy in ("sync", "auto"):  # in whose steps ranks may meet
@@ -183,10 +183,10 @@ class RunEpochs:
         }
 
     def take_over(self, state: dict[str, Any], info: Mapping[str, Any]) -> None:
-        """Goes on from where another rank stands, by its `hand_over`.
+        """Adopts another rank's position, from its `hand_over`.
 
         Raises:
-            MismatchError: other parameters are trained here.
+            MismatchError: this rank trains other parameters.
         """
         if info["trained"] != self._synchroniser.digest():
             raise MismatchError(
@@ -197,7 +197,7 @@ class RunEpochs:
         self.load_state_dict(state, info["counted"])
 
     def attach(self) -> None:
-        """Builds what the run needs, and gives this rank its own randomness."""
+        """Builds the reducers, and seeds this rank."""
         seed, rank = self._training.config.seed, self._worker.rank
         self._synchroniser.build()
         self._observer.attach(self._synchroniser)
@@ -213,7 +213,7 @@ class RunEpochs:
         """Opens the next epoch on all ranks and yields this rank's batches.
 
         Args:
-            steps: of the epoch at most; -1 for all of it.
+            steps: most steps of the epoch; -1 for all of it.
 
         Raises:
             CommunicationError: the run has ended.
@@ -235,7 +235,7 @@ class RunEpochs:
         return self._alone(iteration, self._iterations)
 
     def _alone(self, iteration: Iterator[Any], number: int) -> Iterator[Any]:
-        """Refuses an iterator that a later one has ended: it would seem to be through.
+        """Refuses an iterator that a later one has ended: it would seem exhausted.
 
         Raises:
             ConfigError: the loop asks it for a batch.
@@ -249,7 +249,7 @@ class RunEpochs:
             )
 
     def left_how(self, last_event: Event) -> Event:
-        """The same; where ranks trained windows, with what was done of the run."""
+        """Returns `Left` with the run's progress under windows, else ``last_event``."""
         steps = self._observer.steps
         if not steps.has_left or self._synchroniser.windows is None:
             return last_event
@@ -261,7 +261,7 @@ class RunEpochs:
         )
 
     def close(self) -> None:
-        """No other epoch follows, and one under way is left as it is."""
+        """Ends the iteration of epochs; one in progress is abandoned."""
         self._is_closed = True
         self._observer.detach()
         self.execution.close()
@@ -300,9 +300,9 @@ class RunEpochs:
                 self._course = None
 
     def _compare(self) -> None:
-        """Compares the whole model with that of all ranks, where a part has ended.
+        """Compares the whole model between all ranks, after a part has ended.
 
-        Not where a rank's loop has broken off: it may have raised.
+        Skipped where a rank's loop has broken off: it may have raised.
         """
         end, self._ended = self._ended, None
         worker = self._worker
@@ -333,7 +333,7 @@ class RunEpochs:
         self._end_part()
 
     def _end_part(self) -> None:
-        """The epoch has ended, or was cut, or broken off."""
+        """Ends the part, and with it the epoch unless that was cut."""
         course, run = self._course, self.execution.end()
         assert course is not None
         if run.end is not None:
@@ -353,7 +353,7 @@ class RunEpochs:
         self._observer.schedulers.end_epoch(has_ended=end is not None)
 
     def _open_part(self, steps: int, *, is_new: bool = False) -> EpochPart:
-        """Agrees on the epoch, or on what is left of it."""
+        """Opens the epoch, or the rest of it, with all ranks."""
         self._worker.regroup_if_told()
         course, opening = self._course, self.opening
         most = steps if steps >= 0 else None
@@ -392,7 +392,7 @@ class RunEpochs:
         )
 
     def _say_cut(self, begin: BeginEpoch) -> None:
-        """Emits the local batch where ranks have died or joined, on the first rank."""
+        """Emits a changed size of local batches, on the first rank."""
         size = self._training.loader.batch_size
         if begin.policy == "sync" or size is None:
             return
@@ -417,7 +417,7 @@ class RunEpochs:
         )
 
     def _begin_count(self, course: EpochCourse) -> None:
-        """Steps are counted from here on, and schedulers follow them."""
+        """Starts counting steps, which schedulers follow."""
         observer = self._observer
         observer.steps.begin_epoch(course.sizes)
         before = course.samples_before

@@ -1,4 +1,4 @@
-"""Guard against BatchNorm statistics that are taken anew over the ranks' loader."""
+"""Guard against BatchNorm statistics recomputed over the ranks' loader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elche.torch_internals.held import BatchNormBase
 
 
 def batches_tracked() -> int:
-    """Batches tracked by BatchNorm layers of this process in which no ranks meet."""
+    """Batches tracked by this process's unsynchronised BatchNorm layers."""
     layers = (o for o in gc.get_objects() if issubclass(type(o), BatchNormBase))
     alone = (each for each in layers if not getattr(each, "spans_ranks", False))
     return sum(int(each.num_batches_tracked or 0) for each in alone)

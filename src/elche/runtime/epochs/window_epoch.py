@@ -79,7 +79,7 @@ class WindowEpoch:
 
     @property
     def end(self) -> EndEpoch | None:
-        """The coordinator's word that the epoch is over."""
+        """The coordinator's `EndEpoch`, once it has arrived."""
         return self._loop.end
 
     @property
@@ -98,7 +98,7 @@ class WindowEpoch:
         return 0.0 if self._in_hand is None else self._weight_in_hand
 
     def refill(self) -> None:
-        """Reads leases that have come; called when the loader draws."""
+        """Handles received leases; called when the loader draws."""
         self._worker.take_all(self.handle)
 
     def batches(self) -> Generator[Any, None, None]:
@@ -115,7 +115,7 @@ class WindowEpoch:
             self._graphs.end_epoch()
 
     def leave(self) -> None:
-        """The loop broke off, or had before this began."""
+        """Ends the epoch for all, when the loop has broken off."""
         try:
             self._leave()
         except ElcheError as error:
@@ -170,12 +170,12 @@ class WindowEpoch:
         )
 
     def _carry_out(self, action: Action) -> None:
-        """Everything but training; what a lost rank breaks off is taken up again."""
-        with contextlib.suppress(RankLostError):  # the word of it is in line
+        """Carries out an action other than training; a lost rank interrupts it."""
+        with contextlib.suppress(RankLostError):  # its `Regroup` is queued
             self._act(action)
 
     def _act(self, action: Action) -> None:
-        told: Any = action.instruction  # of the kind that is to be done
+        told: Any = action.instruction  # of the type that the action needs
         match action.do:
             case Do.WAIT:
                 self._wait(action)
@@ -223,7 +223,7 @@ class WindowEpoch:
         self._worker.timeline.record(("batch", batch, *times_s, samples, 0.0))
 
     def _report(self, *more: Event) -> None:
-        """Reports what is done of a lease, and something more."""
+        """Reports finished batches of a lease, and further events."""
         done = self._reports.take(self._loop.window)
         self._worker.send(*([] if done is None else [done]), *more)
 
@@ -297,7 +297,7 @@ class WindowEpoch:
         self._hooks.copies.committed(plan.copies, self._sync.common)
 
     def _regroup(self) -> None:
-        """Ranks have died: forms the next group, and settles what was open."""
+        """Forms the next group after deaths, and settles the open reduction."""
         regrouping, last = self._hooks.regrouping, self._last
         self._report()
         lacks = last is not None and self._loop.reduced_window < last.window
@@ -319,7 +319,7 @@ class WindowEpoch:
         )
 
     def _taken_over(self) -> None:
-        """The last reduction's result has come from another rank."""
+        """Records the last reduction's result, copied from another rank."""
         assert self._last is not None
         self._graphs.moved(self._policy)
         self._loop.reduced(time.monotonic())
@@ -346,7 +346,7 @@ class WindowEpoch:
         )
 
     def handle(self, instruction: Instruction) -> None:
-        """Takes an instruction of the epoch."""
+        """Handles an instruction of the epoch."""
         if isinstance(instruction, GrantBatches):
             if not self._is_leaving:
                 self._reports.granted(instruction)
@@ -367,14 +367,14 @@ class WindowEpoch:
         self._loop.handle(instruction, time.monotonic())
 
     def _discard(self) -> None:
-        """Leases not begun go back."""
+        """Returns leases that were not begun."""
         self._report()
         self._leased.discard()
         self._reports.void()
         self._not_begun = 0
 
     def _leave(self) -> None:
-        """The loop broke off: commit what was trained, and end the epoch for all."""
+        """Commits what was trained before a break, and ends the epoch for all."""
         if self._worker.is_closed:
             return
         if self.end is not None:
@@ -401,12 +401,12 @@ class WindowEpoch:
         self._end()
 
     def _end(self) -> None:
-        """Every contribution of the epoch is in the model, on all ranks."""
+        """Ends the epoch; every rank's model holds all its contributions."""
         self._hooks.copies.end_epoch(self._worker.group, has_trained=self._has_trained)
 
 
 def _refuse_late(policy: str, *_: int | None) -> None:
-    """A pass is not of the batch in hand, whose window may have ended.
+    """Refuses a pass of an earlier batch, whose window may have ended.
 
     Raises:
         ConfigError: always.

@@ -45,7 +45,7 @@ _HOW = (
 )
 
 _ends = contextlib.ExitStack()
-"""Ends what this process started for the run: coordinator, store, file of the key."""
+"""Exit callbacks for what this process started: coordinator, store, key file."""
 _found: dict[str, tuple[tuple[str, int], bytes]] = {}
 
 
@@ -99,7 +99,7 @@ def _find_under_torchrun(
 ) -> tuple[tuple[str, int], bytes]:
     """Rank 0 starts the coordinator; the others find it through torchrun's store.
 
-    Where torch's default group exists, its store serves: its port is taken. On one host
+    If torch's default group exists, its store is used: its port is taken. On one host
     the store names a file, which holds the key.
     """
     has_group = dist.is_available() and dist.is_initialized()
@@ -151,10 +151,10 @@ def _find_under_torchrun(
 
 
 def _agree_on_prefix(base: dist.Store, placement: Placement, timeout_s: float) -> str:
-    """Names this start of all ranks; the store may have keys of earlier ones.
+    """Agrees on a key prefix for this start; the store may hold earlier keys.
 
     Rank 0 chooses the name. Each other rank asks for it under a name of its own.
-    torchrun's restart count would not do: on two machines it differs.
+    torchrun's restart count does not serve: on two machines it differs.
     """
     own, rank = secrets.token_hex(8), placement.rank
     if rank:
@@ -213,7 +213,7 @@ def _check_on_one_host(
 def _hide(text: str) -> str:
     """Writes a file that only this user can read; returns its path.
 
-    torchrun's store gives every entry to whoever asks.
+    Any client can read every entry of torchrun's store.
     """
     descriptor, path = tempfile.mkstemp(prefix="elche-")
     _ends.callback(Path(path).unlink, missing_ok=True)
@@ -223,7 +223,7 @@ def _hide(text: str) -> str:
 
 
 def _read_hidden(path: str) -> str:
-    """Reads such a file, if it is this user's: anybody may name one in the store."""
+    """Reads such a file, if it is private: anyone can write a path to the store."""
     with open(path) as file:
         if not is_private(file.fileno()):
             raise CommunicationError(

@@ -1,8 +1,8 @@
 """The coordinator's server: the loop around the pure core.
 
-It reads frames, hands events to `elche.coordination.state.Coordinator`, and sends what
-that answers. It runs in a process of its own (`elche.runtime.coordinator_process`),
-never in a training process.
+It reads frames, passes events to `elche.coordination.state.Coordinator`, and sends the
+resulting instructions. It runs in a process of its own
+(`elche.runtime.coordinator_process`), never in a training process.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 STALLED_S = 10.0
-"""Wait (s) for ranks until a line names them; it doubles for each further line."""
+"""Wait (s) for ranks before a log line names them; doubles with each line."""
 GONE_S = 1.0
-"""Within which the launcher sees how a process has ended, once its connection has."""
+"""Grace (s) for a process's exit code after its connection has closed."""
 STACK_CHARS: Final = 2000
 _NO_EVENT = StoreSet, StreamBegun
 
@@ -58,19 +58,19 @@ class CoordinatorServer:
         world_size: ranks of the run.
         key: the run's shared secret.
         survives: lost ranks are fenced, so the run can continue without them.
-        record: of the run so far; None: it begins.
+        record: record of the run so far; None at its begin.
 
     Attributes:
         core: the decisions.
         record: state that a restarted coordinator needs.
         on_entries: called with journal entries, before their instructions are sent.
         on_change: called when ranks connect, are lost, or receive an `Abort`.
-        sees_ends: :meth:`rank_ended` is called for each process.
+        sees_ends: a launcher reports the end of each process.
         on_lost: called with a lost rank that the run survives, before the others are
             notified: its process must be ended.
         on_message: called with each event and instruction, in their order.
-        strangers: connections without a Hello yet, since when; it is due soon.
-        connections: of ranks that instructions reach.
+        strangers: connections without a Hello yet, with their start times.
+        connections: connections of ranks, by rank.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CoordinatorServer:
         self.core = self.record.core
         self.on_entries: Callable[[list[Entry]], None] = lambda entries: None
         self.on_change: Callable[[], None] = lambda: None
-        self._clock_s = 0.0  # of the run, against that of this host
+        self._clock_s = 0.0  # offset of the run's clock from this host's
         self._liveness = Liveness(TICK_S)
         self._fenced: set[int] = set()
         self._patience_s = STALLED_S
@@ -104,7 +104,7 @@ class CoordinatorServer:
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(self, listener: socket.socket) -> tuple[str, int]:
-        """Serves those that connect to a socket; returns its address."""
+        """Starts serving connections on a socket; returns its address."""
         loop = asyncio.get_running_loop()
         self._clock_s = self.record.clock_s(time.time(), loop.time())
         self._server = await loop.create_server(
@@ -143,8 +143,8 @@ class CoordinatorServer:
 
         Args:
             source: see `Entry`.
-            connection: of the rank.
-            inputs: None asks how many were taken.
+            connection: connection of the rank.
+            inputs: events; None requests an `Ack`.
         """
         now_s = asyncio.get_running_loop().time() + self._clock_s
         told: dict[int, list[Instruction]] = defaultdict(list)
@@ -177,14 +177,14 @@ class CoordinatorServer:
             connection.send({"type": "Ack", "taken": stream.taken})
 
     def fence_lost(self) -> None:
-        """Has the processes of ranks that are lost ended, once."""
+        """Has each lost rank's process ended, once."""
         for rank in self.core.lost - self._fenced:
             self._fenced.add(rank)
             self._liveness.forget(rank)
             self.on_lost(rank)
 
     def beat(self, rank: int, stack: str, *, waits: bool) -> None:
-        """A rank lives; see `Liveness.beat`."""
+        """Records a rank's heartbeat; see `Liveness.beat`."""
         if rank not in self._fenced:
             self._liveness.beat(rank, stack, waits=waits)
 
@@ -194,17 +194,17 @@ class CoordinatorServer:
         """Registers a connection by its `Hello`: rank, and position in its stream.
 
         A rank that connects after the end of the run gets the reason at once: it may
-        only read and wait, as a rank of a pipeline does until the group is there.
+        only wait, as a rank of a pipeline does until its group exists.
 
         Args:
-            connection: of the rank.
+            connection: connection of the rank.
             rank: its number.
-            pid: of its process; 0 on another host.
+            pid: id of its process; 0 on another host.
             stream: the stream's name; "" of a rank that cannot reconnect.
-            had: instructions of the stream that the rank has.
+            had: number of the stream's instructions that the rank has received.
 
         Returns:
-            Whether this is a new rank, or one that reconnects.
+            True for a new rank, or one that reconnects; else False.
         """
         if not self.record.expects(rank) or rank in self.connections:
             return False
@@ -221,7 +221,7 @@ class CoordinatorServer:
     def _resume(
         self, connection: RankConnection, rank: int, name: str, had: int
     ) -> None:
-        """Continues a rank's stream where it stands."""
+        """Resumes a rank's stream at its current position."""
         stream = self.record.streams.get(rank)
         if stream is not None and stream.name == name:
             stream.told.acknowledge(had)
@@ -233,13 +233,13 @@ class CoordinatorServer:
             self.take(StreamBegun(rank, name))
 
     def release(self, rank: int) -> None:
-        """A rank leaves; it may come back with another connection for another run."""
+        """Unregisters a rank that leaves; it may reconnect for another run."""
         self._liveness.forget(rank)
         self.connections.pop(rank, None)
         self.on_change()
 
     def lost(self, rank: int, connection: RankConnection) -> None:
-        """A rank's connection has ended."""
+        """Handles the end of a rank's connection."""
         if self.connections.get(rank) is connection:
             del self.connections[rank]
             self._liveness.forget(rank)
@@ -252,7 +252,7 @@ class CoordinatorServer:
                 self.take(RankLost(rank=rank))
 
     def store_get(self, key: str, connection: RankConnection) -> None:
-        """Answers with a value now or as soon as it is published."""
+        """Sends a value now, or as soon as it is published."""
         if key in self.record.store:
             connection.send_value(key, self.record.store[key])
         else:
@@ -280,7 +280,7 @@ class CoordinatorServer:
             self._log_stalled(now_s + self._clock_s)
 
     def _silent(self) -> list[int]:
-        """Ranks that are silent for too long now, and whose processes are stopped."""
+        """Ranks that are silent for too long and whose processes are stopped."""
         stopped = []
         for rank in self._liveness.tick():
             if is_running(self._pids[rank]):
@@ -304,7 +304,7 @@ class CoordinatorServer:
         return stopped
 
     def _log_stalled(self, now_s: float) -> None:
-        """A line where ranks have long been waiting for others that are elsewhere."""
+        """Logs the ranks that others have been waiting for too long."""
         since_s, late = self.core.waiting_since_s, self._liveness.late()
         if late and since_s is not None and now_s - since_s >= self._patience_s:
             told = self.core.doing, self._patience_s, late
@@ -317,7 +317,7 @@ class RankConnection(asyncio.Protocol):
     """One rank's connection, as the server sees it.
 
     Args:
-        server: takes what comes.
+        server: receives the rank's messages.
         key: the run's secret.
     """
 
@@ -357,7 +357,7 @@ class RankConnection(asyncio.Protocol):
             self.drop(str(error))
 
     def drop(self, reason: str) -> None:
-        """Closes a connection that does not keep to the protocol, and counts it."""
+        """Closes a connection that violates the protocol, and counts it."""
         whose, is_known = f"a connection of rank {self._rank}", self._rank is not None
         self._server.drops.add(whose, reason, is_known=is_known)
         self.close()
@@ -370,7 +370,7 @@ class RankConnection(asyncio.Protocol):
             self._rank = None
 
     def send(self, *messages: dict[str, Any]) -> None:
-        """Sends messages in one piece, if the connection stands."""
+        """Sends messages in one piece, if the connection is open."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(map(self._codec.encode, messages)))
 

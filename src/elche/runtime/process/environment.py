@@ -1,8 +1,8 @@
 """This process's role in the run, read from the launcher's environment variables.
 
 `elche run` sets everything; torchrun sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``
-(`launchers` reads others' words for them) and elche starts its coordinator beside rank
-0; a plain ``python script.py`` sets nothing and is a run of one rank.
+(`launchers` maps other launchers' variables to them) and elche starts its coordinator
+beside rank 0; a plain ``python script.py`` sets nothing and is a run of one rank.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Placement:
     Attributes:
         rank: this rank.
         world_size: ranks of the run.
-        device: where this rank computes.
+        device: device of this rank.
         coordinator: host and port of the coordinator; None when there is none yet.
         key: the run's shared secret.
         listen: address that this process listens on for other ranks; ``auto`` until
             `connect` has found it.
         emulation: speed of an emulated device; None for a real one.
-        joins: this rank is to join a run under way, and is numbered after its ranks.
+        joins: this rank joins a running run, and is numbered after its ranks.
         may_grow: others may join the run.
-        resumes: the coordinator is started anew when it dies.
+        resumes: the coordinator is restarted when it dies.
     """
 
     rank: int = 0
@@ -160,7 +160,7 @@ def _with_default_group(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def check_device(name: str) -> torch.device:
-    """A device that exists on this machine.
+    """Returns the named device, which must exist on this machine.
 
     Raises:
         ConfigError: the name is malformed or the device is not there.
@@ -185,10 +185,10 @@ def check_device(name: str) -> torch.device:
 
 
 def int_of(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A variable that is a whole number.
+    """Reads a variable as an int.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not an int.
     """
     try:
         return int(environment.get(name, default))

@@ -1,4 +1,4 @@
-"""Heartbeats of a rank, and where its training thread is when that is quiet.
+"""Heartbeats of a rank, with its training thread's stack when that is quiet.
 
 A thread sends both, unless a call into C code holds the GIL.
 """
@@ -26,11 +26,11 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class Heartbeat:
     """Thread that sends a heartbeat once a second.
 
-    The training thread notes when it is in elche: it says itself where it is otherwise
-    only by its Python stack, which this thread looks at.
+    The training thread records when it is inside elche. Elsewhere this thread reports
+    its Python stack.
 
     Args:
-        channel: to the coordinator.
+        channel: control channel to the coordinator.
     """
 
     def __init__(self, channel: ControlChannel) -> None:
@@ -46,18 +46,18 @@ class Heartbeat:
         self._thread.start()
 
     def seen(self) -> None:
-        """The training thread is in elche."""
+        """Records that the training thread is inside elche."""
         self._seen_s = time.monotonic()
         self._waits_since_s = None
 
     def waits(self) -> None:
-        """Reports that it waits for other ranks."""
+        """Records that the training thread waits for other ranks."""
         self._seen_s = time.monotonic()
         if self._waits_since_s is None:
             self._waits_since_s = self._seen_s
 
     def close(self) -> None:
-        """No more beats, from here on."""
+        """Stops the heartbeats."""
         self._is_over.set()
         self._thread.join(2 * BEAT_S)
 
@@ -81,15 +81,15 @@ class Heartbeat:
     def _stack(self) -> str:
         """Innermost frames of the training thread.
 
-        `faulthandler` does not let that thread run meanwhile. To walk ``f_back`` of a
-        running thread's frames ends CPython 3.11 by a segmentation fault.
+        `faulthandler` suspends that thread meanwhile. Walking ``f_back`` of a running
+        thread's frames crashes CPython 3.11.
         """
         try:
             with tempfile.TemporaryFile() as file:
                 faulthandler.dump_traceback(file)
                 file.seek(0)
                 dumped = file.read().decode(errors="replace")
-        except OSError:  # a full disk, no descriptor left: it beats nevertheless
+        except OSError:  # a full disk, no descriptor left: beat anyway
             return "an unknown place"
         header = rf"^(?:Current t|T)hread 0x0*{self._trainer:x}\b.*\n((?:  .*\n)*)"
         if (found := re.search(header, dumped, re.MULTILINE)) is None:

@@ -1,7 +1,8 @@
 """Launcher of a run's ranks, and of its coordinator, wherever the ranks are.
 
 When a rank fails, or the launcher is sent a signal, all ranks are notified through the
-coordinator and end by themselves; what is still there after a while is terminated.
+coordinator and end by themselves; those that remain after a grace period are
+terminated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LaunchedRun:
     """A run's coordinator and rank processes, from the launcher's side.
 
     Attributes:
-        processes: of the ranks.
+        processes: processes of the ranks.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -44,7 +45,7 @@ class LaunchedRun:
             listener := self._backend.listen(),
             survives=config.network is None,
         )
-        # On an emulated network nobody needs torch's own rendezvous.
+        # An emulated network needs no rendezvous of torch's.
         here = None if config.network else listener.getsockname()[0]
         self._store = None if here is None else TorchStore(here)
         if config.display is not None:
@@ -54,7 +55,7 @@ class LaunchedRun:
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
         may_grow, pipe = bool(config.rejoin), self._backend.pipe
         self._facts = LaunchFacts(pipe=pipe, may_grow=may_grow, resumes=True)
-        self._places: dict[int, int] = {}  # of each rank: whose device it has
+        self._places: dict[int, int] = {}  # place (device) of each rank
         self._replacements = config.rejoin
 
     async def run(self) -> None:
@@ -128,7 +129,7 @@ class LaunchedRun:
 
 
 def handle_signals(run: LaunchedRun) -> None:
-    """Has the signals of this process reach a run's ranks."""
+    """Routes this process's signals to a run's ranks."""
     run.processes.handle_signals()
 
 
@@ -138,7 +139,7 @@ def launch(
     """Starts the ranks, serves them, and waits for their end.
 
     Args:
-        config: what to start.
+        config: command, ranks and options.
         on_ready: called in the event loop before the first rank is started.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Configuration of a launch, its result, and what a place for ranks provides."""
+"""Configuration of a launch, its result, and the interface of a back end."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from elche.runtime.process.rank_processes import RankProcess
 
 
 class Network(Protocol):
-    """Network of ranks and coordinator, as benchmarks emulate one."""
+    """Emulated network of ranks and coordinator, for benchmarks."""
 
     def command(self, rank: int) -> tuple[str, ...]:
-        """Prefix of a rank's command that runs it in its place."""
+        """Command prefix that runs a rank inside the network."""
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Variables that a rank needs there."""
+        """Environment variables of a rank inside the network."""
 
     def listener(self) -> socket.socket:
-        """A socket that listens where all ranks can reach it."""
+        """Opens a listening socket that all ranks can reach."""
 
 
 class RankBackend(Protocol):
-    """Where the ranks of one run are: processes of this machine, or of a cluster.
+    """Back end of one run's ranks: processes of this machine, or of a cluster.
 
     Attributes:
         pipe: descriptor that a rank's process reads until the launcher ends; -1: none.
@@ -48,28 +48,29 @@ class RankBackend(Protocol):
 
         Args:
             rank: its number.
-            place: whose device it has: of the rank that it begins as, or replaces.
+            place: number of its device: that of the initial rank that it is or
+                replaces.
             environment: its variables, beside those of the place.
         """
 
     async def fence(self, process: RankProcess) -> None:
-        """Kills a process that the run continues without, as a stopped one."""
+        """Kills a process (a stopped one, too) that the run continues without."""
 
     async def close(self) -> None:
-        """Reads what ranks have printed, and releases what the back end holds."""
+        """Reads the ranks' remaining output, and releases all resources."""
 
 
 class Display(Protocol):
-    """Shows a run; what its ranks print goes through it, so that nothing is torn."""
+    """Shows a run, and prints its ranks' output so that no line is torn."""
 
     def see(self, message: Event | Instruction) -> None:
-        """Takes a message between a rank and the coordinator."""
+        """Shows a message between a rank and the coordinator."""
 
     def print_line(self, line: str) -> None:
         """Prints a line of a rank."""
 
     def close(self) -> None:
-        """Takes the view away."""
+        """Removes the view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class LaunchConfig:
 
     Attributes:
         command: the program and its arguments, the same on every rank.
-        num_ranks: how many ranks, unless devices or speeds say it.
+        num_ranks: number of ranks, unless devices or speeds give it.
         devices: a device per rank, such as ``("cuda:0", "cpu")``.
         speeds: relative speeds of emulated devices, one per rank.
         ms_per_sample: an emulated device's time per sample at speed 1.
@@ -86,15 +87,14 @@ class LaunchConfig:
         environment: further variables for every rank.
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
-        network: where ranks and coordinator meet, if not on this host's loopback.
-        story_path: file for what the ranks and the coordinator said and decided,
-            written when the run ends, however it ends.
+        network: emulated network, in place of this host's loopback.
+        story_path: file for the event log of ranks and coordinator, written when the
+            run ends, however it ends.
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
-        display: shows the run, and what the ranks print, on this terminal.
-        rejoin: how many ranks at most are started in place of some that have died, and
-            join the run that goes on.
-        backend: where ranks run; None: processes of this machine.
+        display: shows the run, and the ranks' output, on this terminal.
+        rejoin: most replacements of dead ranks, which join the run.
+        backend: opens the back end; None: processes of this machine.
     """
 
     command: tuple[str, ...]
@@ -136,7 +136,7 @@ class LaunchConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks to start; every CUDA device of the machine when nothing is said."""
+        """Number of ranks; by default one per CUDA device of the machine."""
         if self.devices is not None:
             return len(self.devices)
         if self.speeds is not None:
@@ -156,7 +156,7 @@ class LaunchConfig:
         }
 
     def device_names(self) -> tuple[str, ...] | None:
-        """A device per rank, as ranks choose themselves; None for emulated ones."""
+        """Each rank's device, as ranks choose it by default; None for emulated ones."""
         if self.speeds is not None or self.devices is not None:
             return self.devices
         count = _device_count(without=0)
@@ -171,11 +171,11 @@ class LaunchResult:
     Attributes:
         exit_codes: each rank's exit code; a signal counts as 128 + its number.
         reason: why the run was ended, "" if it was not.
-        terminated: ranks that had to be ended here.
+        terminated: ranks that the launcher had to terminate.
         failed_first: the rank that failed first, and not because of another.
-        signal: what the launcher was sent to end the run; 0 if it was not.
-        have_met: a rank came to the coordinator, or to torch's store.
-        failed_s: when the first failure was seen, by the monotonic clock.
+        signal: signal to the launcher that ended the run; 0 without one.
+        have_met: a rank connected to the coordinator, or to torch's store.
+        failed_s: time of the first failure (s), by the monotonic clock.
     """
 
     exit_codes: tuple[int, ...]

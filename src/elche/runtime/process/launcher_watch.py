@@ -1,6 +1,6 @@
-"""End of a rank's process when its launcher is gone.
+"""End of a rank's process after the end of its launcher.
 
-A training thread sees that where it looks at its connection: not while it evaluates,
+A training thread notices that when it reads its connection: not while it evaluates,
 loads, or reduces by hand. The launcher holds the other end of a pipe that a thread of
 each rank reads; the system closes it however the launcher ends.
 """
@@ -23,11 +23,11 @@ from elche.runtime.process.launchers import launch_facts
 
 PR_SET_PDEATHSIG = 1
 END_AFTER_S = 5.0
-"""Within which a training thread that sees it as well may end by an error."""
+"""Grace (s) for a training thread that notices it, too, to end by an error."""
 
 
 def watch_launcher(rank: int) -> None:
-    """Begins to watch, where the launcher has handed a pipe to this process."""
+    """Starts the watch, if the launcher has passed a pipe to this process."""
     facts = launch_facts()
     descriptor = facts.pipe
     if descriptor < 0:
@@ -47,9 +47,9 @@ def watch_launcher(rank: int) -> None:
 
 
 def wake_with_parent() -> None:
-    """Continues this process, if it is stopped, when its parent ends: it sees that.
+    """Has a stopped process continue when its parent ends, so that it notices.
 
-    No SIGKILL: a thread's end in the parent counts as well, and ranks end in order.
+    Not SIGKILL: the end of a parent's thread counts too, and ranks end in order.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
@@ -71,9 +71,9 @@ def is_running(pid: int) -> bool:
 
 
 def write_whole_lines() -> None:
-    """In a rank whose output is unbuffered: no line's end is written apart from it.
+    """Has a rank with unbuffered output write whole lines.
 
-    Ranks may write to one file, where a line of another would stand between the two.
+    Ranks may write to one file, where another's text would split a line.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:

@@ -1,7 +1,7 @@
-"""Variables of ranks, and other launchers', in torchrun's words.
+"""Environment variables of ranks; other launchers' are mapped to torchrun's.
 
 torchrun, Kubeflow's training operator and Ray Train set ``RANK``, ``WORLD_SIZE`` and
-``MASTER_ADDR`` themselves. Slurm's srun and MPI's mpirun have words of their own.
+``MASTER_ADDR`` themselves. Slurm's srun and MPI's mpirun have names of their own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's ``2(x3),1`` as 2, 2, 2, 1."""
+    """Expands Slurm's ``2(x3),1`` to 2, 2, 2, 1."""
     counts = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -107,7 +107,7 @@ def rank_environment(
     Args:
         rank: its number.
         world_size: ranks that the run begins with.
-        address: of the coordinator.
+        address: address of the coordinator.
         key: the run's secret.
     """
     return {
@@ -121,11 +121,11 @@ def rank_environment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
-    """The launcher's arrangements for a rank.
+    """The launcher's options for a rank.
 
     Attributes:
         pipe: descriptor that closes when the launcher ends; -1 without one.
-        joins: the rank joins a run under way.
+        joins: the rank joins a running run.
         may_grow: other ranks may join the run.
         resumes: the coordinator is restarted when it dies.
     """
@@ -141,7 +141,7 @@ class LaunchFacts:
 
 
 def launch_facts(environment: Mapping[str, str] = os.environ) -> LaunchFacts:
-    """Reads the facts; the defaults where no launcher of elche has started this rank.
+    """Reads the facts; defaults if no launcher of elche has started this rank.
 
     Raises:
         ConfigError: they are not of this version.

@@ -32,7 +32,7 @@ class LocalRanks:
     """Starts the ranks of one launch; see `RankBackend`.
 
     Args:
-        config: of the launch.
+        config: configuration of the launch.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -76,8 +76,8 @@ class LocalRanks:
     async def fence(self, process: RankProcess) -> None:
         """Kills a process.
 
-        Not by ``send_signal``, which looks whether a process has ended, and then takes
-        its exit code from whoever waits for it.
+        Not by ``send_signal``, which polls the process and would take its exit code
+        from the waiting task.
         """
         if process.pid is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -91,10 +91,10 @@ class LocalRanks:
 
 
 def inherited_environment(threads: int) -> dict[str, str]:
-    """This process's environment, less what a launcher around it set for a rank.
+    """This process's environment, without an outer launcher's rank variables.
 
     Args:
-        threads: of a rank, where the environment does not say.
+        threads: threads of a rank, unless the environment sets them.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -111,12 +111,12 @@ class RankOutput:
     """Destination of the ranks' standard output and error.
 
     Args:
-        on_line: takes rank and text of each line of standard output.
+        on_line: receives rank and text of each line of standard output.
         display: prints lines of standard error, and those of standard output that
             would go to the terminal.
 
     Attributes:
-        stdout: for the ranks' processes: a pipe, or None for the launcher's own.
+        stdout: standard output of ranks: a pipe, or None for the launcher's own.
         stderr: likewise.
     """
 
@@ -132,7 +132,7 @@ class RankOutput:
         self._printers: list[asyncio.Future[None]] = []
 
     def add(self, rank: int, process: asyncio.subprocess.Process) -> None:
-        """Begins to read what a rank prints."""
+        """Starts reading a rank's output."""
         if self._on_line is not None:
             reading = _read_lines(process, rank, self._on_line)
             self._readers.append(asyncio.ensure_future(reading))
@@ -145,7 +145,7 @@ class RankOutput:
                 self._printers.append(asyncio.ensure_future(reading))
 
     async def close(self) -> None:
-        """Reads what is left, when the ranks have ended, and takes the view away."""
+        """Reads the remaining output after the ranks' end, and removes the view."""
         await asyncio.gather(*self._readers)
         if self._printers:  # a process that a rank has left behind may hold a pipe open
             await asyncio.wait(self._printers, timeout=LAST_LINES_S)
@@ -158,7 +158,7 @@ class RankOutput:
 async def _pass_on(
     stream: asyncio.StreamReader, print_line: Callable[[str], None]
 ) -> None:
-    """Prints lines as they come; of one that was overwritten, as by a bar, the last."""
+    """Prints lines as they arrive; of an overwritten one (a bar's), the last text."""
     rest = ""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while piece := await stream.read(LINE_BYTES):

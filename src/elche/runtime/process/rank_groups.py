@@ -41,13 +41,13 @@ class RankGroups:
         placement: this process's place in the run.
         channel: the control channel.
         timeout_s: deadline of forming a group, and of a collective.
-        check: called while it waits, and reads the channel; raises where the run is
-            over, or a rank gone.
-        why_failed: the error, by a collective's ranks, its text and missing ranks.
+        check: called during waits; reads the channel, and raises if the run is over or
+            a rank lost.
+        why_failed: makes an error from a collective's ranks, text and missing ranks.
 
     Attributes:
         generation: number of the members' group, or of the one to be formed next.
-        members: ranks of the run that live, in order.
+        members: living ranks of the run, in order.
         can_share: this rank may share memory with others of its host.
     """
 
@@ -86,7 +86,7 @@ class RankGroups:
         """Forms the first group of the members.
 
         Raises:
-            ConfigError: NCCL was asked for, and does not serve.
+            ConfigError: NCCL was requested, and cannot be used.
             CommunicationError: they did not come together.
         """
         self.generation = welcome.generation
@@ -111,7 +111,7 @@ class RankGroups:
         self.has_ended = False
 
     def _note_transport(self, transport: str) -> None:
-        """Records the transport of groups; shared memory is agreed on in each anew."""
+        """Records the transport of groups; each group agrees on shared memory."""
         own = self._placement.device_name
         self.can_share = transport != "gloo" and can_share(own)
         listen = self._placement.listen if transport == "nccl" else ""
@@ -122,28 +122,28 @@ class RankGroups:
         group.devices = open_device_group(group, device, self._device_config)
 
     def hear_of(self, regroup: Regroup) -> None:
-        """Ranks have died, or join: the next group is of those that are there then."""
+        """Updates the members by a `Regroup`; :meth:`renew` forms their group."""
         self.generation = regroup.generation
         stay = () if self._rank in regroup.joined else self.members
         self.members = sorted({*stay, *regroup.joined} - set(regroup.left))
 
     def renew(self) -> None:
-        """Forms the group of the members, and leaves the last one to itself.
+        """Forms the members' group, and abandons the last one.
 
         Raises:
             RankLostError: another rank has died.
         """
         for group in self._all():
             group.leave()
-        self._current = Group.alone(self._timeout_s)  # what is asked meanwhile
+        self._current = Group.alone(self._timeout_s)  # for calls meanwhile
         self._current = self._formed(self.generation)
         end_left_groups(0.0)
 
     def let_share(self, shares: bool) -> None:
-        """The members have agreed whether they share memory with their hosts'.
+        """Sets whether members share memory with those of their host.
 
         Args:
-            shares: all of them may.
+            shares: all members may share memory.
         """
         self._shares = shares
         self._share(self.current, self.generation)
@@ -157,8 +157,8 @@ class RankGroups:
     def side(self) -> Group:
         """Forms another group of the members, with all of them.
 
-        Its collectives are ordered for themselves: what runs in it may wait inside a
-        backward pass beside the gradients' own reductions.
+        Its collectives are ordered separately, so they may wait inside a backward pass
+        beside the gradients' own reductions.
         """
         group = self._formed(f"{self.generation}/side/{len(self._side)}")
         group.shares_host = self.current.shares_host
@@ -166,19 +166,19 @@ class RankGroups:
         return group
 
     def without(self, left_out: Sequence[int], number: int) -> Group | None:
-        """The group of all but some ranks; None: this rank is not of them.
+        """Forms the group of all but some ranks; None if this rank is excluded.
 
-        The one formed last is kept, until it is another one.
+        The last such group is reused while its ranks stay the same.
 
         Args:
-            left_out: of the run.
-            number: of such groups of the run so far.
+            left_out: excluded ranks of the run.
+            number: number of such groups of the run so far.
         """
         if not left_out:
             return self.current
         ranks = [rank for rank in self.members if rank not in left_out]
         if self._others is not None and self._others.ranks != ranks:
-            self._others.close()  # as all others of it do, also where left out now
+            self._others.close()  # all its ranks do so, excluded ones too
             self._others = None
             end_left_groups(0.0)  # of its hosts' leaders
         if self._rank in left_out:
@@ -240,7 +240,7 @@ class RankGroups:
         return made[0]
 
     def close(self) -> None:
-        """Ends all groups; those with ranks that may be cut off as well are left."""
+        """Closes all groups; without a coordinator they are abandoned."""
         for group in self._all():
             if self._channel.is_unreachable:
                 group.leave()
@@ -249,14 +249,14 @@ class RankGroups:
         self.has_ended = True
 
     def _all(self) -> list[Group]:
-        """All groups, none of which is kept here but the members'."""
+        """Returns all groups, and keeps only the members' group here."""
         groups = [*self._side, *filter(None, [self._others]), self._current]
         self._side.clear()
         self._others = None
         return groups
 
     def end_left(self) -> None:
-        """Ends groups that were left, when nothing comes to this rank any more."""
+        """Ends abandoned groups, after the channel is closed."""
         if not end_left_groups(LEFT_GROUPS_S):
             _log.warning("rank %d: collectives of dead ranks hang", self._rank)
             keep_left_groups()
@@ -264,7 +264,7 @@ class RankGroups:
 
 @final
 class _Rendezvous:
-    """The channel's values for a thread that may send on it, and not read."""
+    """Store of the channel for a thread that may send on it, but not read."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel

@@ -23,7 +23,7 @@ GRACE_S = 10.0
 LATE_S = (3.0, 4.0)
 """Grace (s) of unresponsive ranks after a deadline: to SIGTERM, to SIGKILL."""
 HEED_S = 4.0
-"""Grace (s) after a signal but Ctrl-C: with KILL_AFTER_S below `docker stop`'s 10."""
+"""Grace (s) after other signals; plus KILL_AFTER_S it is below `docker stop`'s 10."""
 KILL_AFTER_S = 5.0
 OWN_END_S = 30.0
 """Grace (s) of ranks that end by themselves after a signal, with a checkpoint."""
@@ -33,7 +33,7 @@ SCRIPTS: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class RankProcess(Protocol):
-    """A rank's process, as far as it is watched and ended."""
+    """Interface of a rank's process, to watch and to end it."""
 
     @property
     def pid(self) -> int | None:
@@ -60,11 +60,11 @@ class RankProcesses:
 
     Attributes:
         signal: the first signal that the launcher was sent, if any.
-        interruption: that in words, "" if none was.
+        interruption: that signal in words, or "".
         ended: ranks in the order in which their processes ended.
-        terminated: ranks that had to be ended here.
-        failed_s: when the first failure was seen, by the monotonic clock.
-        on_outlived: starts another rank in place of one that died, or does not.
+        terminated: ranks that the launcher had to terminate.
+        failed_s: time of the first failure (s), by the monotonic clock.
+        on_outlived: starts a replacement of a dead rank, if allowed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RankProcesses:
         self.on_outlived: Callable[[int], Awaitable[None]] | None = None
 
     def add(self, rank: int, process: RankProcess) -> None:
-        """Takes the process of a rank."""
+        """Adds the process of a rank, and watches it."""
         self._processes[rank] = process
         self._watchers.append(asyncio.ensure_future(self._watch(rank, process)))
 
@@ -134,13 +134,13 @@ class RankProcesses:
         self._waits_s.put_nowait((None, heed_s))
 
     async def _end_lost(self, rank: int) -> None:
-        """Ends a rank that the others continue without: it must not come back."""
+        """Kills a rank that the others continue without: it must not reconnect."""
         await self._fence(self._processes[rank])
 
     def _run_ended(self, kind: str) -> None:
-        """Ends ranks that outlast the run; a failure shows in an exit code.
+        """Ends ranks that outlast a deadline; other failures show in exit codes.
 
-        Ranks that never connect, as those of a plain script, are left to end.
+        Ranks that never connect, as those of a plain script, end by themselves.
         """
         if kind != "deadline":
             return
@@ -158,7 +158,7 @@ class RankProcesses:
                 send_signal(process, number)
 
     async def wait(self) -> None:
-        """Waits for all ranks; after a failure or a signal only for a while."""
+        """Waits for all ranks; after a failure or a signal only for a grace period."""
         deadline_s = math.inf
         while len(self.ended) < len(self._processes):
             left_s = None if math.isinf(deadline_s) else deadline_s - time.monotonic()
@@ -183,7 +183,7 @@ class RankProcesses:
 
     @property
     def _run_is_over(self) -> bool:
-        """True if only ranks still run that are not in the run, or not in it yet."""
+        """True if all running processes are outside the run, or not in it yet."""
         running = self._processes.keys() - set(self.ended)
         return all(map(self._server.is_outlived, running))
 
@@ -192,7 +192,7 @@ class RankProcesses:
             self.failed_s = time.monotonic()
 
     async def close(self) -> None:
-        """Kills what still runs, and waits for its end."""
+        """Kills running processes, and waits for their end."""
         self._kill()
         await asyncio.gather(*self._watchers)
 
@@ -216,7 +216,7 @@ class RankProcesses:
         return next(iter(own or failed), None)
 
     async def _terminate(self) -> None:
-        """Ends what still runs: asks first, then kills."""
+        """Ends running processes: by SIGTERM, then by SIGKILL."""
         running = {r for r, p in self._processes.items() if p.returncode is None}
         known = running.union(self.ended)
         self.ended += [rank for rank in self._processes if rank not in known]
@@ -246,7 +246,7 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
 def handle_signals(
     processes: Mapping[int, RankProcess], interrupt: Callable[[signal.Signals], None]
 ) -> None:
-    """Has the launcher's signals reach ranks that handle them, or here."""
+    """Routes signals to ranks that handle them, else to ``interrupt``."""
 
     def take(number: signal.Signals) -> None:
         to = processes.values() if number in SCRIPTS else ()

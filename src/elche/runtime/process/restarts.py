@@ -39,8 +39,8 @@ class RestartConfig:
 
     Attributes:
         checkpoint_dir: folder of the run's checkpoints, if elche writes any.
-        every_s: seconds between two of them; None: the script decides.
-        keep: how many complete ones are kept.
+        every_s: seconds between two checkpoints; None: the script decides.
+        keep: number of complete checkpoints kept.
         resume: the first start, too, resumes from the newest checkpoint.
         max_restarts: most restarts of a run after deaths.
     """
@@ -93,13 +93,13 @@ def launch_with_restarts(
     consecutive starts without progress.
 
     Args:
-        config: what to start.
-        restarts: how often, and where checkpoints lie.
-        say: takes a line for the user.
+        config: command, ranks and options.
+        restarts: number of restarts, and folder of checkpoints.
+        say: prints a line for the user.
         on_ready: see `launch`.
 
     Returns:
-        How the last start ended.
+        Result of the last start.
 
     Raises:
         ConfigError: a device does not exist, or the folder holds another run.
@@ -129,7 +129,7 @@ def launch_with_restarts(
             break
         config = remaining
         for path in filter(None, (config.story_path, config.trace_path)):
-            with contextlib.suppress(OSError):  # the next would write over it
+            with contextlib.suppress(OSError):  # the next start would overwrite it
                 path.replace(path.with_name(f"{path.name}.{number}"))
         ranks = (
             "the rank" if config.world_size == 1 else f"all {config.world_size} ranks"
@@ -166,9 +166,9 @@ def _check_folder(folder: Path, newest: str | None, restarts: RestartConfig) -> 
 def _without_gone(
     config: LaunchConfig, result: LaunchResult, say: Callable[[str], None]
 ) -> LaunchConfig | None:
-    """The ranks whose devices are there; None if no device is.
+    """Drops ranks whose device is gone; None if no device remains.
 
-    Looked at is the device of the rank that failed first, where it is a real one.
+    Only the device of the rank that failed first is probed, if it is a real one.
     """
     is_here = config.backend is None
     has_accelerators = is_here and any(map(os.path.exists, DEVICE_FILES))

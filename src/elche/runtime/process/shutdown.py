@@ -16,7 +16,7 @@ from elche.runtime.process.connect import stop_coordinator
 
 
 def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
-    """The report to the other ranks of the exception that ends this one."""
+    """Makes the `Failed` event of the exception that ends this rank."""
     summary = traceback.format_exception_only(error)[-1].strip()
     return Failed(
         rank=rank,
@@ -38,7 +38,7 @@ def counted_hint(error: BaseException, policy: str) -> str:
 
 
 def write_whole(text: str) -> None:
-    """Writes to standard error at once: no line of another process stands within."""
+    """Writes to standard error in one call: other processes' lines stay outside."""
     try:
         sys.stderr.flush()
         os.write(sys.stderr.fileno(), text.encode(errors="backslashreplace"))
@@ -47,14 +47,13 @@ def write_whole(text: str) -> None:
 
 
 class ExitWatch:
-    """Notes calls of ``sys.exit`` in the main thread of this process.
+    """Records calls of ``sys.exit`` in the main thread of this process.
 
-    A generator that is closed does not see whether its loop was left by ``break`` or
-    by an exception on its way out.
+    A generator that is closed cannot tell a ``break`` from an exception.
 
     Attributes:
-        code: of the last call, None if there was none; the loop sets it back to None,
-            for one that goes on has caught the exception.
+        code: exit code of the last call, or None; a loop that continues has caught the
+            exception, and resets it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class ExitWatch:
         self._pid = 0
 
     def attach(self) -> None:
-        """Begins to note them; for the rest of the process."""
+        """Starts recording, for the rest of the process."""
         self._pid, leave = os.getpid(), sys.exit
 
         def note_and_exit(status: Any = None) -> NoReturn:
@@ -81,7 +80,7 @@ exit_watch = ExitWatch()
 def watch_process(
     on_failure: Callable[[BaseException], None], on_exit: Callable[[], None]
 ) -> None:
-    """Registers what is called when this process ends; to be called once.
+    """Registers exit callbacks of this process; to be called once.
 
     Args:
         on_failure: called with an uncaught exception, before it is printed.

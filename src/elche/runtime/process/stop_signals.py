@@ -15,7 +15,7 @@ SIGNALS: Final = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
 }
-"""With the handlers that are replaced; one of the user's stays."""
+"""Signals with their default handlers; a user's own handler stays."""
 REASONS: Final = ("stop", *(number.name for number in SIGNALS))
 """Reasons of an early end beside the training's own."""
 
@@ -25,9 +25,9 @@ class StopRequest:
     """Request to stop a run, which the training thread reads between batches.
 
     Attributes:
-        reason: one of `REASONS`, "" if it is to go on.
-        is_aborted: it is to end without a result.
-        is_over: it has ended.
+        reason: one of `REASONS`; "" while the run continues.
+        is_aborted: the run is to end without a result.
+        is_over: the run has ended.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class StopRequest:
         self.is_aborted = self.is_over = False
 
     def stop(self, reason: str) -> None:
-        """Asks for an end with a result; the first reason counts."""
+        """Requests an end with a result; the first reason counts."""
         self.reason = self.reason or reason
 
     def abort(self) -> None:
-        """Asks for an end without one."""
+        """Requests an end without a result."""
         self.is_aborted = True
 
     def check(self) -> None:
-        """Raises if an end without a result was asked for.
+        """Raises if an end without a result was requested.
 
         Raises:
-            AbortedError: it was.
+            AbortedError: it was requested.
         """
         if self.is_aborted:
             raise AbortedError("the training was aborted")
@@ -57,8 +57,8 @@ class SignalStops:
     """Has the first SIGINT or SIGTERM stop a run, and the second abort it.
 
     Args:
-        request: of that run.
-        abort: what the second does; None: what it would have done without this.
+        request: stop request of that run.
+        abort: called at the second signal; None: the default handler.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class SignalStops:
         self._replaced: dict[signal.Signals, Any] = {}
 
     def open(self) -> bool:
-        """Takes over those that the script has not, in the main thread.
+        """Replaces the default handlers; does nothing outside the main thread.
 
         Returns:
-            Whether both come here now, but for one that is ignored (as SIGINT is in
-            the background of a shell).
+            True if both signals are handled here, or ignored (as SIGINT is in the
+            background of a shell).
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -86,7 +86,7 @@ class SignalStops:
         return all(signal.getsignal(number) in mine for number in SIGNALS)
 
     def close(self) -> None:
-        """Gives them back; in the main thread."""
+        """Restores the default handlers, in the main thread."""
         for number, handler in self._replaced.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 ROLL_CALL_S = 2.0
 HOST_AHEAD_BATCHES = 2
 VERDICT_S = 5.0
-"""Margin within which the coordinator names the late rank before a rank's deadline."""
+"""Margin (s) in which the coordinator names a late rank before a rank's deadline."""
 
 Wanted = TypeVar("Wanted")
 
@@ -64,18 +64,18 @@ class Worker:
 
     Attributes:
         is_cold: the current batch is not timed.
-        max_samples: what the device turned out to hold at once; 0: no limit was met.
-        on_wait: called while this rank waits for others, again and again, with those
-            that have left the epoch.
+        max_samples: most samples that the device holds at once; 0: no limit was met.
+        on_wait: called repeatedly while this rank waits for others, with the ranks that
+            have left the epoch.
         meets_in_forward: forward passes have collectives; no rank can leave alone.
-        name_samples: adds to an error what its batches are, in the epoch under way.
+        name_samples: adds the samples of its batches to an error of this epoch.
         survives: the run continues without ranks that are lost.
         on_regroup: called between epochs, where ranks have died, or are to join.
-        is_new: this rank is to join a run under way, and holds nothing of it yet.
-        timeline: what this rank did.
+        is_new: this rank joins a running run, and has no state of it yet.
+        timeline: timeline of this rank.
         groups: its process groups.
-        dead: those of it that have died, and not left in order.
-        is_due: ranks have died, and the group of the others is to be formed.
+        dead: ranks that have died, without those that left in order.
+        is_due: the next group is to be formed, after deaths or joins.
     """
 
     def __init__(
@@ -113,17 +113,17 @@ class Worker:
 
     @property
     def members(self) -> list[int]:
-        """Ranks of the run that live, in order."""
+        """Living ranks of the run, in order."""
         return self.groups.members
 
     @property
     def is_closed(self) -> bool:
-        """True if this rank has no part in the run any more."""
+        """True if this rank has left the run."""
         return self.groups.has_ended or self._aborted is not None
 
     @property
     def place(self) -> int:
-        """This rank's place among those that live."""
+        """This rank's place among the living ranks."""
         return self.members.index(self.rank)
 
     def begin_beats(self) -> None:
@@ -131,10 +131,10 @@ class Worker:
         self._heartbeat = Heartbeat(self._channel)
 
     def hear_of(self, *regroups: Regroup) -> None:
-        """Ranks have died, or join: the next group is of those that are there then.
+        """Records deaths and joins, for the next group.
 
         Args:
-            regroups: the words of it, to which those in line are added.
+            regroups: received `Regroup` instructions; queued ones are added.
         """
         for each in (*regroups, *self._channel.take(Regroup)):
             self.is_due = True
@@ -143,10 +143,10 @@ class Worker:
             self.groups.hear_of(each)
 
     def regroup(self) -> None:
-        """Forms the group of the members, and leaves the last one to itself.
+        """Forms the members' group, and abandons the last one.
 
         Raises:
-            RankLostError: another one has died; another word of it is in line.
+            RankLostError: another rank has died; its `Regroup` is queued.
         """
         self.groups.renew()
         self.is_due = False
@@ -154,7 +154,7 @@ class Worker:
     def send(self, *events: Event) -> None:
         """Sends events to the coordinator, at once; does not wait.
 
-        What sending costs is the system call, not what is sent.
+        The cost is that of the system call, whatever is sent.
         """
         if not self._has_default_group and dist.is_initialized():
             self._has_default_group = True
@@ -167,7 +167,7 @@ class Worker:
         self._channel.send(*events)
 
     def take_all(self, handle: Callable[[Instruction], None]) -> None:
-        """Handles every instruction that has come, without waiting.
+        """Handles every received instruction, without waiting.
 
         Raises:
             RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
@@ -184,7 +184,7 @@ class Worker:
         waiting_for: str,
         most_s: float | None = None,
     ) -> None:
-        """Waits for one instruction, ``most_s`` if that is sooner, and handles it."""
+        """Waits for one instruction, at most ``most_s``, and handles it."""
         timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
         instruction = self._receive(timeout_s, waiting_for)
         if not self._is_notification(instruction):
@@ -201,7 +201,7 @@ class Worker:
     def regroup_if_told(self) -> None:
         """Forms the survivors' group between epochs, before a collective of all ranks.
 
-        Where ranks have died since, or when the last epoch ended.
+        Does nothing unless ranks have died or are to join.
         """
         if self.on_regroup is not None:
             while self.is_due or self._left():
@@ -214,8 +214,8 @@ class Worker:
     def expect(self, kind: type[Wanted], waiting_for: str) -> Wanted:
         """Waits for an instruction of one kind.
 
-        Grants of an epoch that the loop has left are passed over; nothing else may
-        come first.
+        Skips grants of an epoch that the loop has left; any other instruction first is
+        an error.
         """
         while True:
             instruction = self._receive(self.timeout_s, waiting_for)
@@ -233,7 +233,7 @@ class Worker:
         return instruction
 
     def heeds_signals(self, heeds: bool) -> None:
-        """Tells the launcher whether this rank ends well by itself when signalled."""
+        """Notifies the launcher whether this rank ends cleanly after a signal."""
         self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def pace_device(self) -> None:
@@ -262,7 +262,7 @@ class Worker:
             self.groups.end_left()
 
     def _check(self) -> None:
-        """Raises if the run was ended, or a rank lost, while this one waits."""
+        """Raises if the run was ended, or a rank lost, during a wait."""
         if self._heartbeat is not None:
             self._heartbeat.waits()
         abort = self._channel.find_abort()
@@ -284,7 +284,7 @@ class Worker:
         return False
 
     def _aborted_by(self, abort: Abort) -> ElcheError:
-        """The error that ends this rank; raises SystemExit where all end by it."""
+        """The error that ends this rank; raises SystemExit if all ranks exit."""
         error = _error_of(abort)
         if isinstance(error, NonFiniteError):
             error = self.name_samples(error)
@@ -314,11 +314,11 @@ class Worker:
         return late_error(said, missing)
 
     def _left(self) -> list[int]:
-        """Ranks that have died, as far as the group does not know it yet."""
+        """Ranks that have left the run, by queued `Regroup` instructions."""
         return [rank for r in self._channel.waiting(Regroup) for rank in r.left]
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks that do not report the same failure soon after this one."""
+        """Ranks that do not report the same failure soon after this rank."""
         keys = {r: f"failed/{self.groups.generation}/{r}" for r in ranks}
         try:
             self._channel.store_set(keys[self.rank], b"")

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process or the disk."""
+"""Atomic writes: files are complete or absent, even after a crash."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ logger = logging.getLogger(__name__)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file beside the one that it then takes the place of.
+    """Writes a temporary file, and renames it to the target.
 
-    A pipe or a device is written to as it is.
+    A pipe or a device is written to directly.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: the file cannot be written; the old one is kept.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -31,9 +31,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_story(path: Path, story: Sequence[str]) -> None:
-    """Writes the log of messages and decisions, as far as the core keeps it.
+    """Writes the event log, as far as the core keeps it.
 
-    What cannot be written is logged: the run itself has ended by then.
+    A failed write is only logged: the run itself has ended by then.
     """
     try:
         replace_file(path, "".join(f"{line}\n" for line in story))

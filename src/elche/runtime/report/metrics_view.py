@@ -29,9 +29,9 @@ class MetricsView:
         source: the run.
 
     Attributes:
-        notifications: of the run, which stay when it has ended.
+        notifications: notifications of the run, kept after its end.
         reserved: names under which users may not log.
-        part: (0 to 1) of the batch in hand that logged values stand for.
+        part: fraction (0 to 1) of the current batch that logged values stand for.
     """
 
     def __init__(self, source: Run | SingleRun) -> None:
@@ -43,7 +43,7 @@ class MetricsView:
         self._ended = threading.Event()
 
     def log(self, name: str, value: float | torch.Tensor) -> None:
-        """Adds a value with the weight of the batch in hand."""
+        """Adds a value with the weight of the current batch."""
         if self._source is not None:
             weight = self._source.weight_in_hand * self.part
             self._source.notifications.scalars.log(name, value, weight)
@@ -54,34 +54,34 @@ class MetricsView:
 
     @property
     def samples_in_hand(self) -> int:
-        """Samples of the batch in hand that count for this rank, 0 outside the loop."""
+        """Samples of the current batch that count for this rank, 0 outside the loop."""
         return 0 if self._source is None else self._source.samples_in_hand
 
     @property
     def weight_in_hand(self) -> float:
-        """Weight of the batches in means: their samples, or as the user weighs them."""
+        """Weight of the current batch in means: its samples, or ``weight_of``."""
         return 0.0 if self._source is None else self._source.weight_in_hand
 
     def windows(self) -> list[WindowMetrics]:
         """Windows that have ended since the last call; for any thread."""
         taken: list[WindowMetrics] = []
-        with contextlib.suppress(IndexError):  # no more, perhaps for another thread
+        with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
                 taken.append(self.notifications.window_metrics.popleft())
         return taken
 
     def newest_epoch(self) -> EpochMetrics | None:
-        """The last epoch that has ended, if one has."""
+        """Metrics of the last finished epoch, if any."""
         return self._find(None)
 
     def epoch(self, epoch: int | None, timeout_s: float | None) -> EpochMetrics:
-        """An epoch's metrics, waiting for its end; the last one's for None.
+        """Waits for an epoch's metrics; None returns those of the last epoch.
 
         Raises:
             ConfigError: the training thread would wait for itself, or the epoch is
                 forgotten.
             CommunicationError: the run ended before the epoch did.
-            DeadlineError: it did not end within ``timeout_s``.
+            DeadlineError: the epoch did not end within ``timeout_s``.
         """
         what = "an epoch" if epoch is None else f"epoch {epoch}"
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s

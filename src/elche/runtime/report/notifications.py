@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 KEYS_SHOWN = 64
 RANKS_SHOWN = 16
 MOST_EFFICIENCY = 1.02
-"""The limit of 1, and what rounding and times of the last batch may add."""
+"""Limit of 1, with a margin for rounding and times of the last batch."""
 
 
 class RunNotifications:
@@ -36,11 +36,11 @@ class RunNotifications:
         rank: this rank.
 
     Attributes:
-        scalars: what this rank logs.
-        window_metrics: of windows that have ended; always empty but on rank 0.
-        epoch_metrics: of the last epochs that have ended.
-        choices: policy and reason each time that ``auto`` has chosen; only on rank 0.
-        advice: what another policy than the default would bring; only on rank 0.
+        scalars: scalars logged on this rank.
+        window_metrics: metrics of finished windows; filled on rank 0 only.
+        epoch_metrics: metrics of the last finished epochs.
+        choices: policy and reason of each choice of ``auto``; only on rank 0.
+        advice: expected gain of a policy other than the default; only on rank 0.
         on_metrics: called with the metrics of each window and epoch that has ended.
         emit: writes a line for the user.
     """
@@ -76,8 +76,8 @@ class RunNotifications:
         an artefact of measuring, and is omitted.
 
         Args:
-            policy: of the run.
-            in_force: the one that the last epoch ended under.
+            policy: policy of the run.
+            in_force: policy under which the last epoch ended.
         """
         last = self.epoch_metrics[-1] if self.epoch_metrics else None
         if last is None or len(last.shares) < 2 or not any(last.rank_samples_per_s):
@@ -95,7 +95,7 @@ class RunNotifications:
         return f"elche: last epoch: {gain}shares {shares}; policy {policy}{chosen}"
 
     def whole_sample_bound(self, batch_size: int) -> str:
-        """One line on what whole samples cost ``sync``; "" where that is little.
+        """One line on the cost of whole-sample shares under ``sync``; "" if small.
 
         Args:
             batch_size: samples of a global batch.
@@ -138,7 +138,7 @@ def warn_discarded(
 
     Args:
         rank: this rank.
-        batches: of the update, as ranges.
+        batches: batches of the update, as ranges.
         positions: the epoch.
     """
     logger.warning(
@@ -165,7 +165,7 @@ def samples_in(
 
 
 def with_samples(error: NonFiniteError, positions: EpochPositions) -> NonFiniteError:
-    """The error with the samples of its batches; as it is, where it has them."""
+    """Adds the samples of its batches to an error, unless it has them."""
     if error.samples:
         return error
     keys = samples_in(positions, error.batches)

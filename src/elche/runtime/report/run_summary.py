@@ -15,12 +15,12 @@ class RunFacts:
     """Facts of a run that are known when it begins.
 
     Attributes:
-        policy: that was asked for, or is the default.
-        is_default: it was named nowhere.
-        devices: of all ranks.
-        memory_bytes: of all devices; 0 where it was not found out.
-        transport: what carries sums between ranks.
-        reduction_bytes: of memory that each rank holds for reductions.
+        policy: requested policy, or the default.
+        is_default: no policy was named.
+        devices: device names of all ranks.
+        memory_bytes: memory of each device; 0 if unknown.
+        transport: transport of sums between ranks.
+        reduction_bytes: memory that each rank holds for reductions.
     """
 
     policy: str
@@ -36,15 +36,15 @@ class RunSummary:
     """A run so far; as text, its lines.
 
     Attributes:
-        policy: asked for, or the default.
-        reason: why this one; of ``auto`` what it has chosen and why, on the first rank.
-        advice: what another policy is expected to bring; "" if nothing.
-        transport: what carries sums between ranks.
-        reduction_bytes: of memory that each rank holds for reductions.
-        of: what the figures are of: the last epoch or window that has ended.
-        samples_per_s: of the whole run; None before anything has ended.
+        policy: requested policy, or the default.
+        reason: reason for it; for ``auto`` its choice and reason, on the first rank.
+        advice: expected gain of another policy, or "".
+        transport: transport of sums between ranks.
+        reduction_bytes: memory that each rank holds for reductions.
+        of: source of the figures: the last finished epoch or window.
+        samples_per_s: throughput of the whole run; None before the first figures.
         efficiency: see `elche.monitor.Metrics.efficiency`.
-        ranks: a line for each.
+        ranks: one line per rank.
     """
 
     policy: str
@@ -80,9 +80,9 @@ def headline(facts: RunFacts, trained_bytes: int, steps: str) -> str:
     """The line that names the devices and whether they differ.
 
     Args:
-        facts: what is known of the run.
-        trained_bytes: of the parameters that are trained.
-        steps: what is to be said of local steps; "" where there are none.
+        facts: facts of the run.
+        trained_bytes: size of the trained parameters.
+        steps: text about local steps, or "".
     """
     kinds, count = list(dict.fromkeys(facts.devices)), len(facts.devices)
     if len(kinds) == 1:
@@ -96,7 +96,7 @@ def headline(facts: RunFacts, trained_bytes: int, steps: str) -> str:
 
 
 def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
-    """The run so far, with the figures of what has ended last."""
+    """Summarises the run so far, with its newest figures."""
     last = _last_of(notifications)
     count = len(facts.devices)
     speeds: tuple[float | None, ...] = (None,) * count
@@ -139,6 +139,6 @@ def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
 
 
 def _last_of(notifications: RunNotifications) -> EpochMetrics | WindowMetrics | None:
-    """The last epoch that has ended, a window before the first one has."""
+    """The last finished epoch; before the first one, the last window."""
     kept = notifications.epoch_metrics or notifications.window_metrics
     return kept[-1] if kept else None

@@ -26,10 +26,10 @@ _Place = tuple[torch.device, torch.cuda.Stream | None]
 
 
 class Readback:
-    """A copy of a device's values to the host; only CUDA's leaves the host free.
+    """A copy of a device's values to the host; asynchronous on CUDA only.
 
     Args:
-        values: on the device; to be left alone from now on.
+        values: tensor on the device; not to be changed from now on.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -42,11 +42,11 @@ class Readback:
             self._event.record(torch.cuda.current_stream(values.device))
 
     def is_done(self) -> bool:
-        """True if it has come; does not wait."""
+        """True if the copy is complete; does not wait."""
         return self._event is None or bool(self._event.query())
 
     def values(self) -> list[float]:
-        """The values, waiting for them."""
+        """Waits for the values, and returns them."""
         if self._event is not None:
             self._event.synchronize()
         floats: list[float] = self._host.tolist()
@@ -65,14 +65,14 @@ class ScalarLog:
         """Adds a value to the mean of its name.
 
         Args:
-            name: of the scalar.
+            name: name of the scalar.
             value: a real number, or a tensor that holds one; it may be overwritten
                 afterwards.
-            weight: of the value in the mean, such as the samples it stands for; with
-                zero nothing is added.
+            weight: weight of the value in the mean, such as its samples; zero adds
+                nothing.
 
         Raises:
-            ConfigError: the name is no name, the value no real scalar, or the weight
+            ConfigError: the name is invalid, the value no real scalar, or the weight
                 negative or not finite.
         """
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
@@ -101,15 +101,14 @@ class ScalarLog:
             self._add(name, number, weight)
 
     def drain(self, *, final: bool = False) -> Scalars:
-        """Takes out what has come from the devices since the last call.
+        """Removes and returns values received since the last call.
 
         Args:
             final: wait for everything that was logged.
 
         Returns:
             (name, weighted sum, weight) in the order of names. An entry with an
-            infinite sum stands for as many values that were not finite as its weight
-            says.
+            infinite sum counts non-finite values: its weight is their number.
         """
         for key in list(self._filling):
             self._send(key)
@@ -125,7 +124,7 @@ class ScalarLog:
         return tuple(entry for name in sorted(means) for entry in _entries(name, means))
 
     def clear(self) -> None:
-        """Forgets what was logged, without waiting: of an epoch that was left early."""
+        """Drops logged values without waiting, after an epoch that was left early."""
         self._means.clear()
         self._filling.clear()
         self._under_way.clear()
@@ -158,7 +157,7 @@ class ScalarLog:
 
 
 def empty_buffer(device: torch.device) -> torch.Tensor:
-    """Doubles where the device has them; outside of inference mode, to be reused."""
+    """Buffer of doubles if the device has them; usable in any mode."""
     dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     with torch.inference_mode(False):
         return torch.zeros(BUFFER_VALUES, dtype=dtype, device=device)

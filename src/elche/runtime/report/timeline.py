@@ -1,4 +1,4 @@
-"""A rank's timeline, written at every batch, and the one file of a run's.
+"""A rank's timeline, written at every batch, and the trace file of a run.
 
 Ranks of a host read one monotonic clock, so their times need no alignment.
 """
@@ -35,17 +35,16 @@ _Batch = tuple[str, int, float, float, float, int, float]
 class Timeline:
     """The newest records of one rank.
 
-    A batch is kept as one tuple of plain values, which costs a tenth of the spans that
-    are made of it when somebody asks, and nothing in Python's search for circles.
+    A batch is kept as one tuple of plain values: a tenth of the cost of its spans,
+    which are made on request, and no work for the garbage collector.
 
     Args:
-        rank: whose.
+        rank: rank of the timeline.
 
     Attributes:
-        record: takes a batch as it is kept, in one call: what it is called (``step`` or
-            ``batch``), its number in the epoch, when the loop asked for it, when it was
-            there and when it was done, samples of this rank, and seconds that were
-            spent on other ranks.
+        record: appends a batch as one tuple: kind (``step`` or ``batch``), number in
+            the epoch, times of request, arrival and end (s), samples of this rank, and
+            time spent waiting for other ranks (s).
     """
 
     def __init__(self, rank: int) -> None:
@@ -55,11 +54,11 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """In the order in which they ended."""
+        """Spans in the order in which they ended."""
         return self.newest(MOST_RECORDS)
 
     def newest(self, most: int) -> list[Span]:
-        """Spans of the last so many records."""
+        """Spans of the newest ``most`` records."""
         records = islice(self._records, max(0, len(self._records) - most), None)
         spans: list[Span] = []
         for record in records:
@@ -76,7 +75,7 @@ class Timeline:
         return spans
 
     def add(self, name: str, category: str, start_s: float, end_s: float) -> None:
-        """Something other than a batch."""
+        """Adds a span other than a batch."""
         self._records.append(self._span(name, category, start_s, end_s))
 
     def _span(
@@ -89,13 +88,13 @@ class Timeline:
 logger = logging.getLogger(__name__)
 
 TRACE = "ELCHE_TRACE"
-"""Directory in which each rank leaves its spans, for the launcher to join."""
+"""Variable: directory of the ranks' spans, which the launcher joins."""
 MOST_WRITTEN = 50_000
-"""Newest batches of a rank that are written: a second's work, also for who fails."""
+"""Most batches that a rank writes, the newest: about a second's work."""
 
 
 def write_part(timeline: Timeline) -> None:
-    """Leaves this rank's spans where the launcher asked for them, if it did."""
+    """Writes this rank's spans to the launcher's directory, if it has set one."""
     folder = os.environ.get(TRACE)
     if folder is None:
         return
@@ -111,12 +110,12 @@ def write_part(timeline: Timeline) -> None:
 def join_parts(
     folder: Path, path: Path, rank_names: Mapping[int, str], metadata: dict[str, Any]
 ) -> None:
-    """Writes one trace of what the ranks left; what cannot be written is logged.
+    """Joins the ranks' spans into one trace; a failed write is logged.
 
     Args:
-        folder: where they left it.
-        path: of the trace.
-        rank_names: of all ranks.
+        folder: directory of the ranks' spans.
+        path: path of the trace.
+        rank_names: names of all ranks.
         metadata: facts about the run.
     """
     spans: list[Span] = []
@@ -125,7 +124,7 @@ def join_parts(
         own: list[Span] = []
         with contextlib.suppress(FileNotFoundError):
             text = Path(folder, f"spans-{rank}.jsonl").read_text(encoding="utf-8")
-            # a rank that was killed as it wrote has left a part of a line
+            # a rank that was killed while writing leaves a partial line
             own = spans_from_jsonl(text[: text.rfind("\n") + 1])
         spans += own
         if not own:

@@ -24,7 +24,7 @@ class Tracker:
             ``log(values, step=)``, as a W&B run and the modules ``wandb``, ``trackio``.
 
     Raises:
-        ConfigError: it has neither.
+        ConfigError: the writer has neither.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -46,7 +46,7 @@ class Tracker:
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Has a SummaryWriter write what it holds back."""
+        """Flushes a SummaryWriter."""
         if self._has_add_scalar and callable(getattr(self._writer, "flush", None)):
             self._writer.flush()
 
@@ -55,8 +55,8 @@ class TrackedMetrics:
     """Logs the metrics of one run at its global steps.
 
     Args:
-        trackers: where to; one that raises is taken out of the list.
-        steps_at: steps of the run when so many samples of the epoch are trained.
+        trackers: trackers to log to; one that raises is removed.
+        steps_at: returns the run's steps at a number of samples of the epoch.
     """
 
     def __init__(

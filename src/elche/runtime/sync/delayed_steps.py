@@ -1,16 +1,16 @@
-"""Steps of `policy="delayed_sync"`: by the gradients of the step before, taken ahead.
+"""Steps of `policy="delayed_sync"`: they apply gradients one step late.
 
-While the gradients of one step are summed, the next one is computed. So that they fit
-the parameters that they move, they are taken where these will be if the last move is
-made again: at θ + (θ − θ_before). For step k, on every rank alike:
+While the gradients of one step are summed, the next one is computed. To fit the
+parameters that they move, gradients are computed where these will be if the last move
+is repeated: at θ + (θ − θ_before). For step k, on every rank alike:
 
     g_k = mean gradient at θ_k + (θ_k − θ_{k−1}), its sum under way during step k+1
     θ_{k+1} = the optimizer's step from θ_k by g_{k−1}
 
 A drain (an epoch's end, a checkpoint, a stop) waits for the last sum and takes its
-step, so that every gradient moves the model once. The first step after one has no sum
-to move by, and is taken at θ itself. The sums of a process's first step, in which the
-order of gradients is found out, are waited for at once and move the model as late.
+step, so that every gradient moves the model once. The first step after a drain has no
+sum to apply, and is computed at θ itself. The sums of a process's first step, which
+records the order of gradients, are awaited at once and applied as late.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DelayedSteps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """After a backward pass: moves by the sum that came in it, and goes ahead."""
+        """Applies the sum that arrived in a backward pass, and extrapolates again."""
         assert self._reducer is not None
         if self._own:
             self._return()
@@ -66,10 +66,10 @@ class DelayedSteps:
             parameter.add_(move)
 
     def drain(self) -> None:
-        """Takes the step whose gradients are still under way, with all ranks.
+        """Takes the step whose gradients are still being reduced, with all ranks.
 
         Raises:
-            CommunicationError: they did not come.
+            CommunicationError: ranks did not arrive in time.
         """
         if self._own:
             self._return()
@@ -79,6 +79,6 @@ class DelayedSteps:
 
     @torch.no_grad()
     def _return(self) -> None:
-        """The parameters are the model's own again."""
+        """Restores the model's own parameters."""
         for parameter, own in zip(self._parameters, self._own, strict=True):
             parameter.copy_(own)

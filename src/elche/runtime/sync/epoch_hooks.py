@@ -1,4 +1,4 @@
-"""Parts of a run that an epoch asks, of steps or of windows."""
+"""Parts of a run that its epochs use, of steps or of windows."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class EpochHooks:
     """Callbacks of an epoch to its run.
 
     Attributes:
-        on_error: told about an error that a `break` cannot raise.
-        check: called at the end of every window; raises if the run cannot go on.
-        scalars: what the user logged since it was last asked; True waits for all.
-        parameter_norm: the L2 norm of what is trained; waits for the device.
-        left_with: checks of the whole model, and steps of the optimizers so far.
-        drain: takes the step that is still under way, with all ranks.
-        numbers: whether this rank's own gradients were numbers, in this epoch and
-            before.
-        schedulers: those that were handed over.
-        copies: of the model, that the loop keeps.
-        sums: of what is compared between ranks.
+        on_error: receives an error that a `break` cannot raise.
+        check: called at the end of every window; raises if the run cannot continue.
+        scalars: returns scalars logged since the last call; True waits for all.
+        parameter_norm: returns the trained parameters' L2 norm; waits for the device.
+        left_with: returns checks of the whole model, and optimizer steps so far.
+        drain: takes the pending step, with all ranks.
+        numbers: record of this rank's non-finite gradients, in this epoch and before.
+        schedulers: schedulers that the user has registered.
+        copies: the loop's copies of the model.
+        sums: checksums that are compared between ranks.
     """
 
     on_error: Callable[[ElcheError], None]

@@ -34,17 +34,16 @@ def rates(
     rank: int,
     followed: Sequence[torch.optim.Optimizer] = (),
 ) -> str:
-    """Names what optimizers step with: equal texts, equal steps from equal states.
+    """Digest of optimizer settings: equal texts, equal steps from equal states.
 
-    A rate that `elche.ProgressLR` sets follows the run's progress, so it is equal when
-    it is used, and left out; so does one whose scheduler was handed over. One that
-    another scheduler of torch's sets depends on how often this rank's loop has called
-    it, so such a text is like no other rank's.
+    Rates that `elche.ProgressLR` or a registered scheduler sets follow the run's
+    progress, and are omitted. A rate that another torch scheduler sets depends on this
+    rank's loop, so its text differs from every other rank's.
 
     Args:
-        optimizers: those that step the model.
-        rank: this one.
-        followed: those whose schedulers were handed over.
+        optimizers: optimizers that step the model.
+        rank: this rank.
+        followed: optimizers with a registered scheduler.
     """
     unknown = (each for each in optimizers if each not in followed)
     if any(is_scheduled(each) for each in unknown):
@@ -92,7 +91,7 @@ def take_step(
     optimizer: torch.optim.Optimizer,
     source: int,
 ) -> None:
-    """Copies what one rank's step has made of parameters and state to all.
+    """Copies parameters and optimizer state after one rank's step to all.
 
     Raises:
         CommunicationError: a rank did not arrive in time.
@@ -105,7 +104,7 @@ def take_step(
 def take_gradients(
     group: Group, parameters: Sequence[nn.Parameter], source: int
 ) -> None:
-    """Copies one rank's ``p.grad`` to all, also that there is none.
+    """Copies one rank's ``p.grad`` to all, also None.
 
     Raises:
         CommunicationError: a rank did not arrive in time.
@@ -132,7 +131,7 @@ def take_schedules(
 def plain_schedule(scheduler: LRScheduler) -> dict[str, Any] | None:
     """State of a scheduler if JSON keeps it exactly; else None.
 
-    What it was made with (milestones, say) every rank has.
+    Its constructor's tuples and counters (milestones, say) are on every rank.
     """
     plain: dict[str, Any] = {}
     for name, value in scheduler.state_dict().items():
@@ -170,7 +169,7 @@ def _fill(
     device: torch.device = _CPU,
     counts_on: torch.device = _CPU,
 ) -> None:
-    """Takes the values, in place where a tensor is there."""
+    """Stores the values, in place for an existing tensor."""
     for name, value in held.items():
         mine = own.get(name)
         if not isinstance(value, torch.Tensor):
@@ -182,10 +181,10 @@ def _fill(
 
 
 def _sent(group: Group, value: Any, source: int) -> Any:
-    """One rank's numbers, texts and tensors on all ranks, to the bit.
+    """Sends one rank's numbers, texts and tensors to all ranks, to the bit.
 
     Raises:
-        ConfigError: there is something else among them; on every rank.
+        ConfigError: the value holds something else; raised on every rank.
     """
     messages = _packed(value) if group.rank == source else None
     text, raw = send(group, source, messages, keeps=True)

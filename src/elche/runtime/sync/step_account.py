@@ -1,4 +1,4 @@
-"""One rank's steps under ``sync``: its part of each, what they took, its reports."""
+"""One rank's steps under ``sync``: its part of each, their costs, its reports."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Step(NamedTuple):
     """This rank's part of one global batch.
 
     A rank without samples gets some to run its loop body on (the same control flow, the
-    same optimizer step), but weighs nothing. ``part`` is what of the step is its own:
-    epoch and step, its first sample and one past the last, or (). ``span`` is the part
-    of an epoch that it is a step of, among all of the run.
+    same optimizer step), but has weight 0. ``part`` is this rank's own part: epoch,
+    step, first sample and one past the last, or (). ``span`` numbers the parts of
+    epochs over the whole run.
     """
 
     step: int
@@ -40,14 +40,14 @@ class Step(NamedTuple):
         """This part with the weight of its gradients.
 
         Args:
-            weight: what the user says; None: its samples.
+            weight: weight by the user's function; None: its samples.
         """
         scale = self.samples / max(1, sum(self.shares))
         active = len(self.shares) - self.shares.count(0)
         return StepPart(scale, active, weight, label=self)
 
     def among(self, ranks: Sequence[int]) -> Step:
-        """The same without the shares of all others."""
+        """Returns the same step with the shares of these ranks only."""
         shares = tuple(n if r in ranks else 0 for r, n in enumerate(self.shares))
         return Step(self.step, self.samples, shares, self.part, self.span)
 
@@ -55,8 +55,8 @@ class Step(NamedTuple):
         """Weight missing from a pass of this step.
 
         Args:
-            number: of the pass, in the run.
-            gone: ranks whose loop has left, and the passes that each has come to.
+            number: number of the pass in the run.
+            gone: ranks whose loop has left, with the passes that each has reached.
         """
         lost = [self.shares[rank] for rank, passes in gone.items() if passes < number]
         ranks, active = (sum(n > 0 for n in each) for each in (lost, self.shares))
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 
 def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
-    """Steps whose backward pass is under way, or to come, oldest first."""
+    """Steps whose backward pass is running or pending, oldest first."""
     parts = [reducer.part_under_way, *graphs.open_batches]
     if parts == [None]:
         return []
@@ -79,11 +79,11 @@ def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
 
 @final
 class StepAccount(StepReports):
-    """Measures steps, and reports those of a grant once the next one is under way.
+    """Measures steps, and reports a grant's once the next step has begun.
 
     Attributes:
         reported: steps whose report is due or sent.
-        is_early: steps were reported before their backward pass had come.
+        is_early: steps were reported before their backward pass.
     """
 
     def __init__(
@@ -101,25 +101,25 @@ class StepAccount(StepReports):
         self.is_early = False
 
     def watch(self, reducer: GradientReducer) -> None:
-        """Looks for NaN and Inf in what this reduces from now on."""
+        """Checks this reducer's gradients for NaN and Inf from now on."""
         self._watch = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
         reducer.look = partial(_look, self._watch, self._hooks.graphs)
 
     def granted(self, grant: GrantBatches) -> None:
-        """More steps were granted."""
+        """Records a grant of further steps."""
         if not self._dead.is_settled:
             super().granted(grant)
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Starts timing the first step."""
         self._began_s = time.monotonic()
 
     def ready(self, transfer_s: float) -> None:
-        """The step's batch is there, and took so long to be moved."""
+        """Records the arrival of the step's batch, and its transfer time (s)."""
         self._ready_s, self._transfer_s = time.monotonic(), transfer_s
 
     def _cost(self, step: Step, wait_s: float) -> BatchCost:
-        """Time of the step until now; the next one begins."""
+        """Measures the step until now, and starts timing the next one."""
         times_s = self._began_s, self._ready_s, time.monotonic()
         self._began_s = times_s[-1]
         batch = "step", step.step, *times_s, step.samples, wait_s
@@ -134,17 +134,17 @@ class StepAccount(StepReports):
         )
 
     def step_ran(self, step: Step, reducer: GradientReducer) -> None:
-        """The loop has come back from a step; see :meth:`settle`."""
+        """Records that the loop has run a step; see :meth:`settle`."""
         passes = reducer.backward_passes, reducer.pass_steps
         if not (step.step + 1) % EVERY_STEPS:
             self._hooks.sums.step_ran(step.step + 1)
         self._ran.append((step.step, self._cost(step, reducer.wait_s), passes))
 
     def settle(self, first: int | None = None) -> bool:
-        """Steps are done before this one; None: all, with a backward pass to come.
+        """Completes steps before ``first``; None: all, also with a pending pass.
 
         Returns:
-            Whether a report is due since, or was sent because the next one is.
+            True if a report has become due, or was sent because the next one is.
         """
         has_changed = False
         while self._ran and (first is None or self._ran[0][0] < first):
@@ -174,7 +174,7 @@ class StepAccount(StepReports):
         return True
 
     def report(self) -> bool:
-        """Sends what is due; whether anything was."""
+        """Sends the due report; returns True if there was one."""
         event = self.take()
         if event is not None:
             self._worker.send(event)
@@ -200,7 +200,7 @@ class StepAccount(StepReports):
         self._worker.send(left)
 
     def void(self) -> None:
-        """Discards unreported steps: the next group receives new grants."""
+        """Discards unreported steps; the next group receives new grants."""
         super().void()
         self._ran.clear()
 

@@ -1,4 +1,4 @@
-"""Groups of ranks that take part in the steps of ``sync``, as one rank carries it out.
+"""Groups of ranks that take part in the steps of ``sync``, on one rank.
 
 The coordinator decides which ranks take part. Excluded ranks copy model and optimizers
 at the epoch's end, and so do ranks whose loop has left it early. After a death the
@@ -74,20 +74,20 @@ class StepGroups:
 
     @property
     def has_lost(self) -> bool:
-        """True if any have died since the part of an epoch began."""
+        """True if ranks have died since the part of the epoch began."""
         return not set(self._members) <= set(self._worker.members)
 
     def begin_part(self) -> None:
-        """The epoch, or the next part of it, begins."""
+        """Begins an epoch, or the next part of it."""
         self._is_new = False  # all are in one group, of windows perhaps
         self._members = list(self._worker.members)
         self.lost.begin_part()
 
     def take_back(self, *, rebuilds: bool) -> None:
-        """A part begins: excluded ranks take part in steps again if one has died.
+        """Readmits excluded ranks at the begin of a part, if a rank has died.
 
         Args:
-            rebuilds: what reduces gradients is rebuilt with all ranks now.
+            rebuilds: the reducer is rebuilt with all ranks now.
         """
         if self.is_apart and not rebuilds:
             self._synchroniser.share_with(self._worker.group)
@@ -95,13 +95,13 @@ class StepGroups:
             self._left_out, self.is_apart = (), False
 
     def begin_anew(self, group: Group) -> None:
-        """Ranks have joined: all take part, and reduce in their group; with them."""
+        """Rebuilds the reducer with all ranks of a group that ranks have joined."""
         self._left_out, self._changes = (), 0
         self._synchroniser.group = group
         self._synchroniser.build()
 
     def leave_out(self, told: LeaveOut) -> GradientReducer:
-        """Other ranks take part from now on; returns what reduces their gradients."""
+        """Applies a new exclusion of ranks; returns the reducer to be used."""
         if told.reason and self._worker.place == 0:
             self._notifications.emit(f"elche: {told.reason}")
         if told.left_out != self._left_out:
@@ -118,10 +118,10 @@ class StepGroups:
         return [rank for rank in self._left_out if rank in self._worker.members]
 
     def meet(self, call: str) -> None:
-        """The loop has called inside an epoch what every rank must come to.
+        """Records a call inside an epoch that every rank must make.
 
         Raises:
-            ConfigError: some ranks are left out, and do not.
+            ConfigError: some ranks are excluded, and do not make it.
         """
         self._observer.meets(call)
         if self._apart:
@@ -135,8 +135,8 @@ class StepGroups:
         """State of this rank that cannot be copied to another; "" if there is none.
 
         Raises:
-            ConfigError: a GradScaler has come where ranks are left out, whose loss it
-                would scale otherwise.
+            ConfigError: a GradScaler has begun to step while ranks are excluded, whose
+                loss it would scale differently.
         """
         if self._apart and self._observer.scaler.has_scaler:
             raise ConfigError(
@@ -147,7 +147,7 @@ class StepGroups:
         return self._observer.uncarried()
 
     def adopt(self, source: int, epoch: int) -> None:
-        """Takes over what one rank trains, with all ranks.
+        """Adopts the model and optimizers of one rank, with all ranks.
 
         Raises:
             ConfigError: optimizers have stepped on some ranks only.
@@ -193,15 +193,15 @@ class StepGroups:
         place: StepPlace,
         alive: Callable[[StepPart], StepPart] = lambda part: part,
     ) -> None:
-        """Settles the pass under way, once all have met in their group.
+        """Settles the interrupted pass, once all ranks have formed their group.
 
-        Where ranks have joined, between two parts of an epoch, nothing is under way:
-        what reduces gradients is built anew with them.
+        Where ranks have joined, between two parts of an epoch, no pass is open: the
+        reducer is rebuilt with them.
 
         Args:
-            group: the next one.
-            place: where this rank is.
-            alive: its part of a step without those that have died.
+            group: the next group.
+            place: position of this rank.
+            alive: removes dead ranks from this rank's part of a step.
 
         Raises:
             RankLostError: another rank has died; to be called again.
@@ -227,7 +227,7 @@ class StepGroups:
         place: StepPlace,
         alive: Callable[[StepPart], StepPart],
     ) -> None:
-        """Settles the pass under way by where all ranks of the new group are."""
+        """Settles the interrupted pass by the positions of all ranks of the group."""
         members = self._worker.members
         found = settle([each for each in table if each != APART])
         self.lost.take(set(self._members) - set(members), found)
@@ -242,7 +242,7 @@ class StepGroups:
         self.lost.confirm()
 
     def say_regrouped(self, epoch: int) -> None:
-        """Reports the group and what was settled in it."""
+        """Reports the new group, and the steps settled in it."""
         lost = self.lost
         self._worker.send(
             Regrouped(

@@ -98,7 +98,7 @@ class SyncEpoch:
         self._dead = hooks.steps.lost
         self._span = self._dead.parts
         self._account = StepAccount(worker, positions, hooks)
-        self._gone: dict[int, int] = {}  # passes that each rank that left has come to
+        self._gone: dict[int, int] = {}  # passes that each rank that left has reached
         self._announced: PassBegun | None = None
         self._joins: JoinPasses | None = None
         self._granted: dict[int, Step] = {}  # not done
@@ -112,7 +112,7 @@ class SyncEpoch:
         self._reduce_by(reducer)
 
     def _reduce_by(self, reducer: GradientReducer) -> None:
-        """Has gradients reduced by this from now on."""
+        """Uses this reducer from now on."""
         self._reducer = reducer
         self._account.watch(reducer)
         reducer.on_lost = self.regroup
@@ -131,7 +131,7 @@ class SyncEpoch:
 
     @property
     def open_batch(self) -> Runs:
-        """Positions of each step whose backward pass is to come, of all ranks."""
+        """Positions of each step with a pending backward pass, of all ranks."""
         steps, is_cut = self._open_steps, self.end is not None and self.end.left
         own = [step.step for step in steps if step.span == self._span]
         if is_cut and len(own) < len(steps):
@@ -144,12 +144,12 @@ class SyncEpoch:
 
     @property
     def _first_open(self) -> int | None:
-        """First step of this part of the epoch whose backward pass is to come."""
+        """First step of this part of the epoch with a pending backward pass."""
         steps = self._open_steps
         return next((each.step for each in steps if each.span == self._span), None)
 
     def refill(self) -> None:
-        """Reads grants that have come; called when the loader draws."""
+        """Handles received grants; called when the loader draws."""
         self._worker.take_all(self.handle)
 
     def batches(self) -> Generator[Any, None, None]:
@@ -173,13 +173,13 @@ class SyncEpoch:
                 self._break_off(in_hand)
 
     def leave(self) -> None:
-        """The loop had broken off before this began."""
+        """Ends a part whose loop had broken off before it began."""
         with self._under_way():
             self._break_off(None)
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Passes of this part are weighed, and waits answer ranks that leave."""
+        """Context of a part: weighs its passes, and serves ranks that leave."""
         graphs, is_part = self._hooks.graphs, self._positions.is_part
         graphs.begin_epoch(self._weigh_late, self._weigh_forward, continues=is_part)
         self._worker.on_wait = self._waits
@@ -198,11 +198,11 @@ class SyncEpoch:
             self._hooks.on_error(error)
 
     def _leave(self, in_hand: Step | None) -> None:
-        """The loop has broken off in this step, or before the first.
+        """Leaves the epoch after a break in this step, or before the first.
 
-        What the others were granted they run: this rank takes part in it with nothing,
-        and takes their model over if it has missed steps. Where a rank has died, and
-        all have run what they had begun, the epoch pauses first.
+        The others run their granted steps: this rank joins them with weight 0, and
+        copies their model if it has missed steps. After a death, when all have run
+        their open steps, the epoch pauses first.
         """
         reducer = self._reducer
         if self._worker.is_closed or self.end is not None or reducer.is_delayed:
@@ -210,7 +210,7 @@ class SyncEpoch:
         self._settle()
         has_passed = in_hand is not None and self._place.first > in_hand.step
         if in_hand and has_passed and in_hand.step >= self._dead.last:
-            self._end_step(in_hand)  # the others run no more: the rest is left
+            self._end_step(in_hand)  # the others run no further steps
             self._report()
             self._await_end()
             return
@@ -236,7 +236,7 @@ class SyncEpoch:
                 reducer.join_pass(self._granted[joins.step - 1].weighed(None))
 
     def _rank_left(self, gone: RankLeft) -> None:
-        """Another rank's loop has left the epoch; may be called again and again."""
+        """Records that another rank's loop has left; may be called repeatedly."""
         if self._state is not _State.LEAVING and gone.epoch == self._positions.epoch:
             self._gone[gone.gone] = gone.passes
             self._reducer.lost = partial(Step.lost, gone=self._gone)
@@ -249,7 +249,7 @@ class SyncEpoch:
             self._announce()
 
     def _announce(self) -> None:
-        """Reports how far this rank is, for those that have left to join it."""
+        """Reports this rank's position to ranks that left, which join its passes."""
         begun = PassBegun(
             rank=self._worker.rank,
             epoch=self._positions.epoch,
@@ -262,7 +262,7 @@ class SyncEpoch:
             self._worker.send(begun)
 
     def _begin_step(self, step: Step, data: Any) -> None:
-        """The loop gets the batch of a step."""
+        """Begins a step, whose batch the loop is about to receive."""
         self._account.ready(self._leased.transfer_s)
         self._hooks.check()
         self._step, self._state = step.step, _State.INSIDE
@@ -277,7 +277,7 @@ class SyncEpoch:
         self._hooks.graphs.begin(part, data)
 
     def _end_step(self, step: Step) -> None:
-        """The loop comes back from a step."""
+        """Ends a step, when the loop asks for the next batch."""
         self._state = _State.BETWEEN
         self._reducer.end_step()
         self._worker.pace_device()
@@ -308,7 +308,7 @@ class SyncEpoch:
         return None
 
     def _await_grant(self, number: int) -> None:
-        """Waits for an instruction; an excluded rank for as long as others train."""
+        """Waits for an instruction; an excluded rank polls instead."""
         is_early = self._account.is_early and len(self._open_steps) < 2
         if not is_early or self._is_held:  # the grant may wait for it
             self._report_all()
@@ -329,7 +329,7 @@ class SyncEpoch:
                 self.regroup()
 
     def handle(self, instruction: Instruction) -> None:
-        """Takes a grant, or the end of the epoch."""
+        """Handles an instruction of the epoch."""
         match instruction:
             case GrantBatches():
                 self._grant(instruction)
@@ -370,7 +370,7 @@ class SyncEpoch:
             self._leased.end()
 
     def _leave_out(self, told: LeaveOut) -> None:
-        """Shares steps among others from the next one on."""
+        """Excludes ranks from the next step on."""
         if self._worker.rank in told.left_out:
             self._state = _State.EXCLUDED
         reducer = self._hooks.steps.leave_out(told)
@@ -378,13 +378,13 @@ class SyncEpoch:
             self._reduce_by(reducer)
 
     def _say_taken(self, step: int, sync_s: float) -> None:
-        """The model is that after a step."""
+        """Reports that this rank's model includes a step."""
         rank, epoch = self._worker.rank, self._positions.epoch
         taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
         self._worker.send(taken)
 
     def regroup(self) -> None:
-        """Ranks have died: forms the group of the others, and settles what was open."""
+        """Forms the survivors' group after deaths, and settles open steps."""
         steps, has_formed = self._hooks.steps, False
         if any(step.span != self._span for step in self._open_steps):
             raise CommunicationError(TOO_EARLY)
@@ -392,7 +392,7 @@ class SyncEpoch:
         self._account.void()
         while not has_formed:
             self._worker.hear_of()
-            with contextlib.suppress(RankLostError):  # the word of it is in line
+            with contextlib.suppress(RankLostError):  # its `Regroup` is queued
                 group = self._hooks.regrouping.meet()
                 steps.settle(group, self._place, self._alive)
                 has_formed = True
@@ -416,12 +416,12 @@ class SyncEpoch:
         )
 
     def _alive(self, part: StepPart) -> StepPart:
-        """A part of a step, without ranks that have died since."""
+        """Returns a part of a step without dead ranks."""
         step: Step = part.label
         return step.among(self._worker.members).weighed(part.weight)
 
     def _weigh_forward(self, part: StepPart | None) -> None:
-        """A forward pass begins, perhaps of an earlier batch; None: it has ended."""
+        """Weighs a forward pass, perhaps of an earlier batch; None: it has ended."""
         if part is not None:
             self._part = part = self._alive(part)
         self._reducer.weigh_forward(part)
@@ -444,7 +444,7 @@ class SyncEpoch:
         )
 
     def _settle(self, first: int | None = None) -> None:
-        """Completes steps before this one; the next pass sends their report."""
+        """Completes steps before ``first``; the next pass sends their report."""
         if self._account.settle(first):
             is_due = self._account.due is not None
             self._reducer.beneath = self._report_beneath if is_due else None
@@ -455,12 +455,12 @@ class SyncEpoch:
             self._reducer.beneath = None
 
     def _report_all(self) -> None:
-        """Sends all reports, also of steps whose backward pass is still to come."""
+        """Sends all reports, also of steps with a pending backward pass."""
         self._settle()
         self._report()
 
     def _report_beneath(self) -> None:
-        """Sends what is due; reads what came since the last report."""
+        """Sends the due report, and handles received instructions."""
         self._report()
         self.refill()
         if self._worker.is_due:

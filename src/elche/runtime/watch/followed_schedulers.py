@@ -40,18 +40,18 @@ class LoopPlace(Enum):
 class FollowedSchedulers:
     """Steps schedulers by the run's progress, equally on every rank.
 
-    A scheduler's own ``step()`` is called, never another way around it, so its state is
-    that of a single process at every epoch's end. Under ``sync`` nothing is touched.
+    Only a scheduler's own ``step()`` is called, so its state is that of a single
+    process at every epoch's end. Under ``sync`` nothing is touched.
 
     Args:
-        policy: of the run.
-        mean: of a number over all ranks, with all of them.
-        count: steps of the run.
+        policy: policy of the run.
+        mean: returns the mean of a number over all ranks; a collective.
+        count: step count of the run.
 
     Attributes:
-        schedulers: those that were handed over, in that order.
-        steps: of each inside an epoch; [] between epochs.
-        rates: sees those that were not.
+        schedulers: registered schedulers, in that order.
+        steps: steps of each inside an epoch; [] between epochs.
+        rates: watch over rates of unregistered schedulers.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class FollowedSchedulers:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers whose rates they set."""
+        """Optimizers of the registered schedulers."""
         return [scheduler.optimizer for scheduler in self.schedulers]
 
     def add(self, scheduler: LRScheduler) -> None:
-        """Follows the run with a scheduler from now on.
+        """Registers a scheduler, which follows the run from now on.
 
         Raises:
             ConfigError: the loop is inside an epoch.
@@ -96,7 +96,7 @@ class FollowedSchedulers:
             self._intercept(scheduler, kind, len(self.schedulers) - 1)
 
     def _intercept(self, scheduler: LRScheduler, kind: type, at: int) -> None:
-        """Takes the user's calls, by a class that is the scheduler's own but for that.
+        """Intercepts the user's calls, by a subclass of the scheduler's own class.
 
         ``state_dict()``, which lists attributes, stays as it was; copies are torch's.
         """
@@ -111,7 +111,7 @@ class FollowedSchedulers:
         scheduler.__class__ = type(kind.__name__, (kind,), names)
 
     def detach(self) -> None:
-        """Gives every scheduler its own ``step()`` back."""
+        """Restores every scheduler's own ``step()``."""
         for scheduler, kind in zip(self.schedulers, self._kinds, strict=True):
             scheduler.__class__ = kind
         self.schedulers.clear()
@@ -123,12 +123,12 @@ class FollowedSchedulers:
         optimizers: Iterable[torch.optim.Optimizer],
         done_samples: int = 0,
     ) -> None:
-        """An epoch begins, and with it what the loop's calls are counted against.
+        """Begins an epoch, and the count of the loop's calls in it.
 
         Args:
-            samples_before: of the run, before it.
-            optimizers: those that step the model.
-            done_samples: of the epoch, where it was begun by a run that was resumed.
+            samples_before: samples of the run before the epoch.
+            optimizers: optimizers that step the model.
+            done_samples: samples of the epoch that were trained before a resume.
         """
         self._samples_before, self._before = samples_before, self._count.before
         of_epoch = self._count.of_epoch
@@ -155,7 +155,7 @@ class FollowedSchedulers:
         return [steps.state_dict() for steps in self.steps]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Goes on from :meth:`state_dict` in the epoch that begins next."""
+        """Restores :meth:`state_dict` in the epoch that begins next."""
         self._resumed = state
 
     def begin_windows(self) -> None:
@@ -163,25 +163,25 @@ class FollowedSchedulers:
         self._place = LoopPlace.WINDOWS
 
     def advance(self, samples: float, *, is_agreed: bool = False) -> None:
-        """Takes the steps due in windows after so many samples of the run.
+        """Takes the steps that are due in windows at ``samples`` of the run.
 
         Args:
-            samples: planned ones too.
-            is_agreed: only those that every rank takes here, for a step in common.
+            samples: samples of the run, planned ones included.
+            is_agreed: take only steps that every rank takes here, for a common step.
         """
         batches = self._count.at(samples - self._samples_before) - self._before
         self._take([each.due(batches, is_agreed=is_agreed) for each in self.steps])
 
     def batch_done(self) -> None:
-        """The loop has run a batch."""
+        """Counts a batch that the loop has run."""
         for steps in self.steps:
             steps.batch_done()
 
     def check(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Refuses a schedule that was not handed over, where windows run or may.
+        """Refuses unregistered schedulers, where windows run or may run.
 
         Raises:
-            ConfigError: it has moved a learning rate inside this epoch.
+            ConfigError: one has moved a learning rate inside this epoch.
         """
         if self._is_touched:
             self.rates.check(optimizers)
@@ -191,12 +191,12 @@ class FollowedSchedulers:
         return tuple(steps.report for steps in self.steps)
 
     def agree(self, periods: tuple[int, ...]) -> None:
-        """Takes what all ranks' loops have shown."""
+        """Adopts the periods that all ranks agree on."""
         for steps, period in zip(self.steps, periods, strict=True):
             steps.agree(period)
 
     def end_epoch(self, *, has_ended: bool) -> None:
-        """The epoch has ended, and its steps are counted; or it was broken off."""
+        """Ends the epoch; ``has_ended`` is False if it was broken off."""
         self._ahead = []
         if self._place is LoopPlace.WINDOWS and has_ended:
             batches = self._count.before - self._before
@@ -216,7 +216,7 @@ class FollowedSchedulers:
                     self._step(at)
 
     def _step(self, at: int, *args: Any, **named: Any) -> None:
-        """The scheduler's own step."""
+        """Calls the scheduler's own step."""
         scheduler = self.schedulers[at]
         optimizer = scheduler.optimizer
         if self.steps:
@@ -226,7 +226,7 @@ class FollowedSchedulers:
         self.rates.expect(optimizer)
 
     def _called(self, at: int, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """The user's call."""
+        """Handles the user's call of ``step()``."""
         scheduler, name = self.schedulers[at], self._kinds[at].__name__
         if self._place is LoopPlace.OUTSIDE:
             is_plateau = isinstance(scheduler, ReduceLROnPlateau)
@@ -248,15 +248,15 @@ class FollowedSchedulers:
             self._step(at)
 
     def _step_plateau(self, at: int, metrics: Any, *args: Any, **named: Any) -> None:
-        """The scheduler's own step, with the mean of a metric over all ranks."""
+        """Calls the scheduler's own step with a metric's mean over all ranks."""
         self._step(at, self._mean(float(metrics)), *args, **named)
 
 
 def check_scheduler(scheduler: object) -> None:
-    """Refuses what is no scheduler of torch's.
+    """Refuses anything but a scheduler of torch's.
 
     Raises:
-        ConfigError: says what was expected.
+        ConfigError: the message says what was expected.
     """
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(
@@ -275,7 +275,7 @@ def mean_of(worker: Worker, metric: float) -> float:
 
 
 def _steps_left(scheduler: LRScheduler) -> int | None:
-    """Steps until a scheduler raises; None where it goes on for ever."""
+    """Steps until a scheduler raises; None if it never does."""
     if not isinstance(scheduler, OneCycleLR):
         return None
     return scheduler.total_steps - scheduler.last_epoch

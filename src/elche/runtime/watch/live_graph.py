@@ -1,18 +1,18 @@
 """Watch over the batch that a forward pass and its backward pass are of.
 
-A forward pass is of the batch whose tensors it reads, views included, or of the one
-fetched last, where it reads none of the loader's and no other comes into question. So
+A forward pass belongs to the batch whose tensors it reads, views included. If it reads
+none of the loader's, it belongs to the newest batch, unless others are possible. So
 loops may be ahead:
 
     fetch 0, forward 0, fetch 1, backward 0, forward 1, ...            (nanoGPT)
     fetch 0, fetch 1, forward 0, backward 0, fetch 2, forward 1, ...   (timm)
     fetch 0, fetch 1, fetch 2, forward 0, backward 0, forward 1, ...   (a group)
 
-A *live graph* is that of a forward pass whose backward pass has not come. A hook on
-what the model returns tells, which autograd calls before any gradient of that graph is
-there. A container without a forward pass (a ``ModuleList``) is called by its parts.
-A forward pass that no hook sees (of a model compiled after set-up, or called by another
-method) counts as one of the batch in hand, if no earlier one waits for a pass.
+A *live graph* is that of a forward pass whose backward pass has not come. A hook on the
+model's outputs detects that pass: autograd calls it before any gradient of the graph
+exists. A container without a forward pass (a ``ModuleList``) is called by its parts.
+Some forward passes are seen by no hook (of a model compiled after set-up, or called by
+another method). They count for the current batch, if no earlier one waits for a pass.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from elche.errors import ConfigError
 from elche.torch_internals.passes import graph_task_id
 
 OnLate = Callable[[Any, Any], None]
-"""Called when a backward pass comes to the graph of an earlier batch than the one in
-hand, with that batch, and the one that the pass has come to before, or None."""
+"""Called with the batch of a late backward pass, and the batch of its earlier graphs.
+A pass is late if it reaches the graph of a batch before the current one; the second
+argument is None if it is the pass's first graph."""
 UNCLEAR = (
     "the loop has fetched batches ahead, or skipped some, and elche has not seen "
     "which of them this pass is of, so that the weight of its gradients is not known: "
@@ -55,12 +56,12 @@ class BatchForwards:
     """The forward passes of one batch.
 
     Attributes:
-        batch: its label.
-        moves: how often the parameters had been replaced.
-        number: of the batch, in the order of the run.
+        batch: label of the batch.
+        moves: number of parameter replacements before the batch.
+        number: number of the batch, in the order of the run.
         had_forward: a forward pass with a gradient has read the batch.
-        had_backward: a backward pass has come.
-        storages: of its tensors, but for those that another batch shares.
+        had_backward: a backward pass has reached its graph.
+        storages: storages of its tensors, without those that another batch shares.
     """
 
     batch: Any
@@ -81,7 +82,7 @@ class LiveGraph:
     """Watches the forward and backward passes of a model inside epochs.
 
     Args:
-        model: what the loop calls.
+        model: model that the loop calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,18 +108,18 @@ class LiveGraph:
 
     @property
     def is_live(self) -> bool:
-        """True if no backward pass has come to the batch of the last forward pass."""
+        """True if no backward pass has reached the batch of the last forward pass."""
         return self._last is not None and not self._last.had_backward
 
     @property
     def last_passed(self) -> Any:
-        """The batch of the last forward pass, once its backward pass has come."""
+        """The batch of the last forward pass, once its backward pass has begun."""
         last = self._last
         return last if last is not None and last.had_backward else None
 
     @property
     def open_batches(self) -> list[Any]:
-        """Batches whose backward pass is to come, as far as is known, oldest first."""
+        """Batches with a pending backward pass, as far as is known, oldest first."""
         last, may_wait = self._last, self._is_ahead is not False
         return [
             each.batch
@@ -143,7 +144,7 @@ class LiveGraph:
         *,
         continues: bool = False,
     ) -> None:
-        """Batches will come; ``on_late`` receives late backward passes.
+        """Begins a part; ``on_late`` receives late backward passes.
 
         Where the loop is ahead, ``on_forward`` receives the batch whose forward pass
         begins, and None at its end; without it nothing is refused.
@@ -164,7 +165,7 @@ class LiveGraph:
             ]
 
     def begin(self, batch: Any, data: Any = None) -> None:
-        """A batch is yielded; ``batch`` is its label, ``data`` what the loop gets."""
+        """Records a batch that is yielded: its label, and its data for the loop."""
         self._in_hand = BatchForwards(batch, self._moves, self._number)
         self._number += 1
         self._keep(self._in_hand, data)
@@ -190,7 +191,7 @@ class LiveGraph:
                 self._of[storage.cdata] = storage, None
 
     def _newest(self, values: Any) -> BatchForwards | None:
-        """The batch fetched last of those whose tensors are among these."""
+        """The newest batch that has a tensor among these values."""
         newest = None
         for storage in _storages_in(values):
             _, batch = self._of.get(storage.cdata, (None, None))
@@ -205,7 +206,7 @@ class LiveGraph:
             self._handles.pop().remove()
 
     def allow_looks(self, on_backward: OnLate) -> None:
-        """The loop broke off: forward passes of what it fetched are its own.
+        """Allows forward passes of fetched batches after a break.
 
         Args:
             on_backward: refuses their backward passes.
@@ -213,14 +214,14 @@ class LiveGraph:
         self._on_late, self._on_forward = on_backward, None
 
     def forget(self) -> None:
-        """The run is over."""
+        """Releases all batches and hooks, at the end of the run."""
         self.end_epoch(is_over=True)
         self._waiting.clear()
         self._on_late = self._on_forward = None
         self._in_hand = self._forward = self._last = self._pass_of = None
 
     def moved(self, policy: str) -> None:
-        """The model is another one for what is live, whose backward pass is refused."""
+        """Invalidates live graphs, whose parameters have changed."""
         self._moves += 1
         self._policy = policy
 
@@ -228,7 +229,7 @@ class LiveGraph:
         """Refuses a backward pass that no forward pass of the current batch explains.
 
         Raises:
-            ConfigError: it is of an earlier batch, which no hook has shown, or may be.
+            ConfigError: it is, or may be, of an earlier batch that no hook has seen.
         """
         has_come, self._has_come = self._has_come, False
         if has_come:
@@ -242,7 +243,7 @@ class LiveGraph:
         Raises:
             ConfigError: the batch is not known.
         """
-        if graph_task_id() != -1:  # recomputed, for a checkpoint
+        if graph_task_id() != -1:  # recomputed by checkpointing
             return
         batch, in_hand = self._newest((*args, *kwargs.values())), self._in_hand
         if not torch.is_grad_enabled():
@@ -274,7 +275,7 @@ class LiveGraph:
         """The batch of a pass that reads none of the loader's tensors; None: no batch.
 
         Raises:
-            ConfigError: there are several that it may be of.
+            ConfigError: several batches are possible.
         """
         in_hand, is_ahead = self._in_hand, self._is_ahead
         is_new = in_hand is not None and is_ahead is None
@@ -311,10 +312,10 @@ class LiveGraph:
             self._on_forward(None)
 
     def before_backward(self, batch: BatchForwards, gradients: Any) -> None:
-        """A hook of what the model returned for a batch: a backward pass has come.
+        """A hook of the model's outputs for a batch, called in its backward pass.
 
         Raises:
-            ConfigError: the model was another one then.
+            ConfigError: the parameters have changed since the forward pass.
         """
         if batch.moves != self._moves:
             raise fetched_too_early(self._policy)
@@ -337,14 +338,14 @@ class ModelHook:
     """Hook that a model holds; empty in copies of the model and in a saved one.
 
     Args:
-        method: called while its object is there; None: never.
+        method: called while its object exists; None: never.
     """
 
     def __init__(self, method: Callable[..., None] | None = None) -> None:
         self._method = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __call__(self, *given: Any) -> None:
-        """Calls the method, but where a module that is compiled in place is traced."""
+        """Calls the method, except while a module compiled in place is traced."""
         if not torch.compiler.is_compiling() and (method := self._method()) is not None:
             method(*given)
 
@@ -353,7 +354,7 @@ class ModelHook:
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, or what a loop calls instead of it where it is a container."""
+    """Yields the model, or the modules that a loop calls of a container."""
     if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
         yield model
         return
@@ -362,7 +363,7 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def fetched_too_early(policy: str) -> ConfigError:
-    """The error of a loop whose backward pass comes when a window has ended."""
+    """The error of a loop whose backward pass runs after a window has ended."""
     return ConfigError(
         "the next batch was asked for before the backward pass of the last one, and "
         f"under policy {policy!r} a window ends where a batch is asked for, which "

@@ -1,11 +1,11 @@
 """Detection of a loss that is a sum over the batch, in the graph of the first backward.
 
 Gradients of a sum that are reduced as those of a mean are another gradient than one
-device's, and nothing else shows it. Only what cannot be a mean is one here: torch's own
-losses with ``reduction="sum"``, and a sum of those with ``"none"`` or of squared or
-absolute differences, alone or with others added. What is multiplied or divided
-afterwards may have been made a mean by that, and no graph tells a mean over the batch
-from one over a sample's elements: of those nothing is said.
+device's, and nothing else shows it. Only a loss that cannot be a mean counts as a sum:
+torch's own losses with ``reduction="sum"``, and a sum of those with ``"none"`` or of
+squared or absolute differences, alone or with others added. A product or quotient of it
+may be a mean, and no graph distinguishes a mean over the batch from one over a sample's
+elements: those are not reported.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from elche.torch_internals.passes import (
 
 SUM = "sum"
 PART = "part"
-"""A sum that a sum may be added to, but that may be of anything by itself."""
+"""Kind of a term that may be added to a sum, but is no sum over a batch by itself."""
 ADDITIONS = frozenset(
     f"{name}Backward0"
     for name in ("Add", "Sub", "Neg", "ToCopy", "View", "Alias", "Clone", "Squeeze")
 )
 DISTANCES = frozenset({"PowBackward0", "AbsBackward0"})
 LOOKS = 20
-"""Backward passes to look at for hints: a look waits for the device."""
+"""Number of backward passes to inspect; each inspection waits for the device."""
 WHOLE = 2
-"""Whole batches after which a smaller one counts as a short last batch."""
+"""Number of whole batches after which the batch size counts as known."""
 
 
 @final
 class LossWatch:
-    """Looks at losses of the first backward passes, which are taken for means.
+    """Inspects losses of the first backward passes, which are assumed to be means.
 
-    A sum is refused. A mean over something else than samples, by which gradients are
-    weighed, is named once per run.
+    A sum is refused. A mean over something other than samples, by which gradients are
+    weighed, is reported once per run.
 
     Args:
         emit: writes a line for the user.
-        refuses_sums: gradients are taken for those of a mean.
+        refuses_sums: gradients are assumed to be those of a mean.
         is_on: gradients are weighed by samples.
 
     Attributes:
-        is_on: as given, until something was named.
+        is_on: as given, until something was reported.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LossWatch:
         self.is_on = is_on
 
     def attach(self, parameters: Iterable[torch.Tensor], *, is_weighed: bool) -> None:
-        """Begins to look, once, in the thread that trains.
+        """Starts the inspection, once, in the thread that trains.
 
         Args:
             parameters: the trained ones: a hook of the outputs would not see a model
@@ -84,12 +84,12 @@ class LossWatch:
             self._handles = [each.register_hook(hook) for each in parameters]
 
     def detach(self) -> None:
-        """Ends it."""
+        """Ends the inspection."""
         while self._handles:
             self._handles.pop().remove()
 
     def _came(self, gradient: torch.Tensor) -> None:
-        """A hook of gradients, in whichever backward pass."""
+        """A hook of gradients, in any backward pass."""
         if self._task == (task := graph_task_id()):
             return
         self._task = task
@@ -97,7 +97,7 @@ class LossWatch:
             self.look(roots)
 
     def begin(self, batch: Any, samples: int) -> None:
-        """The loop gets a batch that was to have so many samples; 0: it has no part.
+        """Records a batch and its expected samples; 0: this rank has no part.
 
         A shorter batch is reported where others of its size, or of two sizes, were
         whole: else it is not known which dimension counts samples.
@@ -118,10 +118,10 @@ class LossWatch:
         self._whole = self._whole + (length == samples) if length <= samples else -1
 
     def look(self, roots: Sequence[torch.Tensor]) -> None:
-        """Looks at the losses of a backward pass.
+        """Inspects the losses of a backward pass.
 
         Raises:
-            ConfigError: the first one is of sums.
+            ConfigError: the losses of the first pass are sums.
         """
         self._look(roots)
         if not self._looks_on:

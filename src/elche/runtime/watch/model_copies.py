@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class _Averaged:
     """One `AveragedModel`, and the module that it is an average of.
 
-    ``samples`` are those of batches in this window whose body updated it; it
-    ``is_called`` when one of this epoch has.
+    ``samples`` counts those of batches in this window whose loop body updated it;
+    ``is_called`` is True if one of this epoch has.
     """
 
     copy: weakref.ref[AveragedModel]
@@ -44,20 +44,20 @@ class _Averaged:
 class ModelCopies:
     """Keeps the loop's copies of the model equal on all ranks.
 
-    A batch's ``update_parameters`` of torch's `AveragedModel` is put off, wherever one
-    is updated with the model or a part of it: at a commit it is called as often as
-    global batches were committed, with the common model. That is the user's own rule,
-    so an EMA of decay d moves by 1 - d^k in k of them. Outside of windows, and between
-    epochs, calls go through. Any other copy becomes its mean over the ranks that
-    trained, at every epoch's end.
+    Calls of ``update_parameters`` of torch's `AveragedModel` with the model, or a part
+    of it, are deferred. At a commit the method is called once per committed global
+    batch, with the common model. That is the user's own rule, so an EMA of decay d
+    moves by 1 - d^k in k of them. Outside of windows, and between epochs, calls pass
+    through. Any other copy becomes its mean over the ranks that trained, at every
+    epoch's end.
 
     Args:
-        model: what is trained.
-        copies: modules handed over by the user.
+        model: trained model.
+        copies: copies that the user has given.
 
     Attributes:
-        is_in_steps: the loop is in an epoch of ``sync``, where updates go through.
-        has_unknown: one that was not handed over was updated there.
+        is_in_steps: the loop is in an epoch of ``sync``, where updates pass through.
+        has_unknown: a copy that the user has not given was updated there.
     """
 
     def __init__(self, model: nn.Module, copies: Sequence[nn.Module]) -> None:
@@ -79,7 +79,7 @@ class ModelCopies:
         self._original: Callable[[AveragedModel, Any], None] | None = None
 
     def attach(self) -> None:
-        """Begins to see updates, if it has not begun."""
+        """Starts intercepting updates, unless it has started."""
         if self._original is not None:
             return
         original = self._original = AveragedModel.update_parameters
@@ -94,17 +94,17 @@ class ModelCopies:
         setattr(AveragedModel, "update_parameters", update_parameters)  # noqa: B010
 
     def detach(self) -> None:
-        """Ends it."""
+        """Stops intercepting updates."""
         if self._original is not None:
             setattr(AveragedModel, "update_parameters", self._original)  # noqa: B010
             self._original = None
 
     def begin_epoch(self, batches: int, samples: int) -> None:
-        """Windows begin, in which a single process would take so many steps.
+        """Begins windows, in which one device would take ``batches`` steps.
 
         Args:
-            batches: global ones, to the end of the epoch.
-            samples: of all of them.
+            batches: global batches, to the end of the epoch.
+            samples: samples of these batches.
         """
         if self._made is None:
             self._made = CopiesMade(self._model, [*self._others])
@@ -114,20 +114,20 @@ class ModelCopies:
             each.is_called = False
 
     def state_dict(self) -> list[list[int]]:
-        """By how much of an update each copy that is known is behind."""
+        """Fraction of an update that is pending for each known copy."""
         return [each.due.state_dict() for each in self._averaged]
 
     def load_state_dict(self, state: Sequence[Sequence[int]]) -> None:
-        """Goes on from :meth:`state_dict` with those that were handed over."""
+        """Restores :meth:`state_dict` for the copies that the user has given."""
         for each, due in zip(self._averaged, state, strict=False):
             each.due.load_state_dict(due)
 
     def begin_batch(self, samples: int) -> None:
-        """The loop is at a batch of a window; 0: at none."""
+        """Records the samples of the current batch of a window; 0: there is none."""
         self._in_hand = samples
 
     def closed(self, *, is_finite: bool) -> tuple[int, ...]:
-        """This rank's window has ended; samples whose batches updated each copy."""
+        """Ends this rank's window; returns the samples that updated each copy."""
         samples = tuple(each.samples for each in self._averaged)
         for each in self._averaged:
             each.samples = 0
@@ -137,12 +137,12 @@ class ModelCopies:
     def committed(
         self, samples: Sequence[int], common: Callable[[], Mapping[int, torch.Tensor]]
     ) -> None:
-        """A commit is in the model: copies are updated as often as is due.
+        """Updates copies as often as is due, after a commit.
 
         Args:
-            samples: by which each copy is behind.
-            common: tensors of the common model by the ids of the model's, where these
-                have moved on.
+            samples: committed samples by which each copy is behind.
+            common: returns tensors of the common model, by the ids of the model's
+                tensors that have moved on.
         """
         due = [
             (each, each.due.take(more, *self._epoch))
@@ -162,11 +162,11 @@ class ModelCopies:
 
     @torch.no_grad()
     def end_epoch(self, group: Group, *, has_trained: bool) -> None:
-        """Other copies become their mean, with all ranks.
+        """Averages other copies, with all ranks.
 
         Args:
-            group: the ranks.
-            has_trained: this rank, in the epoch.
+            group: group of all ranks.
+            has_trained: this rank has trained in the epoch.
         """
         self._warn_of_missing(has_trained)
         if self._made is not None and self._made.take_written() and group.rank == 0:
@@ -197,7 +197,7 @@ class ModelCopies:
             )
 
     def _puts_off(self, copy: AveragedModel, model: nn.Module) -> bool:
-        """Notes an update of a copy of the model; False for one to be made now."""
+        """Defers an update of a copy; returns False if it is to be made now."""
         if not self._in_hand:
             is_known = id(copy) in self._handed_over
             self.has_unknown |= self.is_in_steps and not is_known
@@ -234,7 +234,7 @@ class _Common:
 
 
 def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:
-    """Refuses what is no copy of the model.
+    """Refuses modules that are no copies of the model.
 
     Raises:
         ConfigError: names it.
@@ -264,8 +264,8 @@ class CopiesMade:
     Views are left out: elche keeps averages in views of one tensor.
 
     Args:
-        model: what is trained; copies are equal to it now.
-        known: modules that were handed over; an AveragedModel is known anyway.
+        model: trained model; copies are equal to it now.
+        known: copies that the user has given; an AveragedModel is known anyway.
     """
 
     def __init__(self, model: nn.Module, known: Sequence[nn.Module]) -> None:

@@ -30,7 +30,7 @@ class ModelSums:
 
     Args:
         named: names and tensors, in one order on all ranks.
-        kind: of this rank's device.
+        kind: kind of this rank's device.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelSums:
                 self._slices.append((check, tensors))
 
     def step_ran(self, steps: int) -> None:
-        """Sums a slice after so many steps of an epoch's part, a multiple of some."""
+        """Begins to sum a slice after ``steps``, a multiple of `EVERY_STEPS`."""
         self.begin(steps, steps // EVERY_STEPS - 1)
 
     @torch.no_grad()
@@ -69,8 +69,8 @@ class ModelSums:
 
         Args:
             at: the step or window.
-            turn: number of the slice, modulo how many there are.
-            common: tensors that stand for others, by the ids of these.
+            turn: number of the slice, modulo their count.
+            common: replacements of tensors, by the ids of these.
         """
         if not self._slices:
             return

@@ -1,8 +1,8 @@
 """NaN/Inf checks of a rank's unreduced gradients, and of the parameters.
 
-Where a loss is NaN or Inf, nearly every gradient is: small tensors show it. Checked are
-the first and the last gradient of a backward pass: the last, near the model's input,
-shows also what went wrong on the way, and the first may be of another part of the
+Where a loss is NaN or Inf, nearly every gradient is: small tensors show it. The first
+and the last gradient of a backward pass are checked: the last, near the model's
+input, also shows errors on the way, and the first may be of another part of the
 model, as of actor and critic. Sums are kept on their device, and copied to the host
 behind what is computed when a report is due, so that nothing waits.
 """
@@ -20,7 +20,7 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.runtime.report.scalars import BUFFER_VALUES, Readback, empty_buffer
 
 SMALL_ELEMENTS = 4096
-"""A sum over so many costs no more than a sum of one."""
+"""Most elements summed of a tensor: this costs no more than reading one."""
 HALVES = (torch.float16, torch.bfloat16)
 
 _Seen = tuple[OwnPart, int] | None
@@ -52,12 +52,12 @@ class NonFiniteWatch:
         self._under_way: list[tuple[list[_Seen], Readback]] = []
 
     def look(self, part: tuple[int, ...], came: dict[int, int]) -> None:
-        """A backward pass of a step is complete, and its gradients not reduced.
+        """Checks a complete backward pass, before its gradients are reduced.
 
         Args:
-            part: epoch and step, and which samples of its batch are this rank's (first,
-                one past the last); () where it has none.
-            came: how many gradients each parameter got in it, in order of the first.
+            part: epoch, step, and this rank's samples of its batch (first, one past the
+                last); () if it has none.
+            came: number of gradients per parameter, in order of the first.
         """
         if part != self._part:
             self._part, self._passes = part, 0
@@ -79,10 +79,10 @@ class NonFiniteWatch:
                 self._keep(self._sum(gradient), (part, index))
 
     def report(self, *, final: bool) -> None:
-        """Looks at the parameters, and takes in what has come from the device.
+        """Checks the parameters, and records results received from the device.
 
         Args:
-            final: wait for all of it.
+            final: wait for all results.
         """
         looked_at = [self._parameters[index].detach() for index in self._looked_at]
         if looked_at:
@@ -111,7 +111,7 @@ class NonFiniteWatch:
         return tensor.sum(dtype=wide)
 
     def _keep(self, total: torch.Tensor, of: _Seen) -> None:
-        """Keeps a value, to be read as soon as that waits for nothing."""
+        """Buffers a value, to be read later without waiting."""
         if self._buffer is None:
             self._buffer = empty_buffer(total.device)
         self._buffer[len(self._filling)].copy_(total)

@@ -9,7 +9,7 @@ optimizer step  a hook of every optimizer            `StepGuard`, `ScalerWatch`
 next batch      the epoch                            all but the guard
 ==============  ===================================  =================================
 
-An excluded rank, and one that joins, takes over model and optimizers. Whatever else its
+An excluded rank, and one that joins, adopts model and optimizers. Other state that its
 loop would have moved with its batches stays behind. So where such state is seen, no
 rank is excluded and none joins.
 """
@@ -45,18 +45,18 @@ class LoopObserver:
     """Observer of how one process trains, attached and detached once per run.
 
     Args:
-        training: what is trained.
+        training: objects to train.
         notifications: receives what the loop logs, and lines for the user.
-        mean: of a number over all ranks, with all of them.
+        mean: returns the mean of a number over all ranks; a collective.
 
     Attributes:
-        guard: check of every optimizer step; asked where ranks reduce.
+        guard: check of every optimizer step, where ranks reduce.
         optimizers: returns those that step the model, the given ones first.
         steps: count of the run's steps.
         scaler: steps that a GradScaler skips.
         copies: averages of the model that the loop keeps.
         graphs: forward passes whose backward pass has not come.
-        schedulers: the learning rate schedulers that were handed over.
+        schedulers: registered learning rate schedulers.
         unstepped: batches with a backward pass since the last optimizer step.
     """
 
@@ -88,7 +88,7 @@ class LoopObserver:
         self.schedulers = FollowedSchedulers(config.policy, mean, self.steps)
 
     def attach(self, synchroniser: Synchroniser | None = None) -> None:
-        """Begins to see optimizer steps, and copies where windows run or may.
+        """Starts watching optimizer steps, and copies where windows may run.
 
         Args:
             synchroniser: knows which gradients are reduced; None: no step is checked.
@@ -101,10 +101,10 @@ class LoopObserver:
         self.guard.attach()
 
     def begin_part(self, sync: Synchroniser, *, is_counted: bool) -> None:
-        """The loop is about to run an epoch, or what is left of it.
+        """Prepares for an epoch, or for the rest of it.
 
         Args:
-            sync: knows what is trained.
+            sync: knows the trained parameters.
             is_counted: epochs, or steps, are counted here and not by the loop.
         """
         self._may_count = not is_counted
@@ -116,7 +116,7 @@ class LoopObserver:
         self._losses.attach(trained, is_weighed=is_weighed)
 
     def begin_batch(self, batch: Any, samples: int) -> None:
-        """The loop gets a batch of its share, of so many samples."""
+        """Records the batch that the loop is about to receive."""
         sync = self.guard.synchroniser
         reducer = None if sync is None else sync.reducer
         if reducer is not None and reducer.backward_passes:
@@ -128,12 +128,12 @@ class LoopObserver:
         self._losses.begin(batch, samples)
 
     def batch_done(self) -> None:
-        """The loop comes back from a batch."""
+        """Records that the loop has run a batch."""
         if self.schedulers.steps:
             self.schedulers.batch_done()
 
     def count_unstepped(self) -> None:
-        """Counts batches that were passed back through since the last step."""
+        """Counts batches with a backward pass since the last step."""
         stepped, passed = self.guard.stepped, self.graphs.last_passed
         if stepped != self._steps_seen:
             self._steps_seen, self.unstepped = stepped, 0
@@ -142,17 +142,17 @@ class LoopObserver:
         self._passed = passed
 
     def meets(self, call: str) -> None:
-        """The loop has called something inside an epoch that all ranks must call."""
+        """Records a call inside an epoch that all ranks must make."""
         self._uncarried = f"the loop calls {call}, which every rank must come to"
 
     @property
     def carried_schedulers(self) -> list[LRScheduler]:
-        """Schedulers that were handed over, with a state that can be carried."""
+        """Registered schedulers whose state can be copied."""
         held = self.schedulers.schedulers
         return [each for each in held if plain_schedule(each) is not None]
 
     def uncarried(self) -> str:
-        """State that was found first, in words, of a rank to be excluded; or ""."""
+        """First state, in words, that cannot be copied to an excluded rank; or ""."""
         self._uncarried = self._seen()
         return self._uncarried or (UNCOUNTED if self._may_count else "")
 
@@ -166,7 +166,7 @@ class LoopObserver:
         return self._seen()
 
     def _seen(self) -> str:
-        """State that moves with a rank's batches and cannot be carried, in words."""
+        """State, in words, that moves with a rank's batches and cannot be copied."""
         if self._uncarried:
             return self._uncarried
         known = {id(each.optimizer) for each in self.carried_schedulers}

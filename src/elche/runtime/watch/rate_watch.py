@@ -31,15 +31,15 @@ def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
 class RateWatch:
     """Refuses a scheduler that counts one rank's batches; warns of a rate set by hand.
 
-    In windows each rank runs other numbers of batches, so a schedule that moves with
-    them ends elsewhere than on one device, and on each rank elsewhere.
+    In windows each rank runs its own number of batches, so a schedule that moves with
+    them ends elsewhere than on one device, and differs between ranks.
 
     Args:
-        policy: of the run.
+        policy: policy of the run.
 
     Attributes:
-        has_read_progress: the loop asks for the run's progress; a rate that it sets by
-            hand follows that.
+        has_read_progress: the loop reads the run's progress, which rates set by hand
+            then follow.
     """
 
     def __init__(self, policy: str) -> None:
@@ -49,7 +49,7 @@ class RateWatch:
         self.has_read_progress = False
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """An epoch begins with these rates, or goes on with them."""
+        """Records the rates with which an epoch, or a part of it, begins."""
         self._rates = {id(optimizer): _rates(optimizer) for optimizer in optimizers}
 
     def has_moved(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
@@ -61,14 +61,14 @@ class RateWatch:
         )
 
     def expect(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scheduler that was handed over has set these rates."""
+        """Records rates that a registered scheduler has set."""
         self._rates[id(optimizer)] = _rates(optimizer)
 
     def check(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Compares rates inside an epoch.
 
         Raises:
-            ConfigError: a scheduler that was not handed over has moved one.
+            ConfigError: an unregistered scheduler has moved one.
         """
         for optimizer in optimizers:
             now = _rates(optimizer)

@@ -28,7 +28,7 @@ NO_GRADIENTS = (
 _watches = weakref.WeakKeyDictionary[
     torch.optim.Optimizer, "weakref.ref[ScalerWatch]"
 ]()
-"""Watches by what the scaler steps."""
+"""Watches, by the optimizer that the scaler steps."""
 
 
 @final
@@ -36,11 +36,11 @@ class ScalerWatch:
     """Logs 1 for a step that a GradScaler skipped and 0 for one that was taken.
 
     Args:
-        optimizer: what the scaler steps.
-        scalars: where it is logged.
+        optimizer: optimizer that the scaler steps.
+        scalars: log that receives the values.
 
     Attributes:
-        has_scaler: one has stepped, as far as is known.
+        has_scaler: a scaler has stepped, as far as is known.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scalars: ScalarLog) -> None:
@@ -50,14 +50,14 @@ class ScalerWatch:
         self.has_scaler = False
 
     def attach(self, is_refused: Callable[[], bool] = bool) -> None:
-        """Begins to see scalers' steps; refuses them where no gradients are there."""
+        """Starts watching scalers' steps; refuses them while ``is_refused()``."""
         self._is_refused = is_refused
         if (optimizer := self._optimizer()) is not None:
             _watches[optimizer] = weakref.ref(self)
             _watch_scalers()
 
     def detach(self) -> None:
-        """Ends it."""
+        """Stops watching scalers' steps."""
         if (optimizer := self._optimizer()) is not None:
             _watches.pop(optimizer, None)
 

@@ -1,10 +1,10 @@
 """Hook of every optimizer step, and refusal of steps that ranks do not have in common.
 
-Every step is asked, inside of epochs and outside: were its gradients reduced? Those
-that were changed or replaced after their reduction pass: what all ranks do alike is
-exact. Parameters that are not the model's nobody reduces: what a loop makes anew for
-each batch is its own; what is stepped in two batches, or was in an optimizer before the
-loop, is refused.
+Every step, inside of epochs and outside, is checked for reduced gradients. Gradients
+that were changed or replaced after their reduction pass: all ranks change them alike.
+Parameters outside the model are not reduced. Those that a loop makes anew for each
+batch are its own; those stepped in two batches, or held by an optimizer before the
+loop, are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepGuard:
 
     Args:
         model: the trained model.
-        given: its optimizers that were handed over.
+        given: its optimizers that the user has given.
         steps: counts the batches that the loop has taken.
 
     Attributes:
@@ -73,7 +73,7 @@ class StepGuard:
         return self.in_batch.issuperset(map(id, self.optimizers()))
 
     def attach(self) -> None:
-        """Begins to see optimizer steps, if it has not begun."""
+        """Starts watching optimizer steps, unless it has started."""
         found = weakref.WeakMethod(self.before_step)
 
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -83,14 +83,14 @@ class StepGuard:
         self._handle = self._handle or register_optimizer_step_pre_hook(hook)
 
     def detach(self) -> None:
-        """Ends it, and lets the run's gradients go."""
+        """Stops watching, and releases the run's gradients."""
         self.synchroniser = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def begin_part(self) -> None:
-        """The loop begins; parameters of optimizers that exist are older than it."""
+        """Begins a part; existing optimizers' parameters are older than the loop."""
         self.is_inside = True
         if not self._has_begun:
             self._has_begun = True
@@ -165,7 +165,7 @@ class StepGuard:
     def _look_at(
         self, foreign: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Refuses parameters older than the batch in hand."""
+        """Refuses parameters older than the current batch."""
         now = self._steps.taken
         old = [p for p in foreign if self._foreign.setdefault(p, now) < now]
         if any(_moves(p.grad) for p in old):

@@ -31,15 +31,15 @@ from elche.torch_internals.passes import graph_task_id
 class GradientSync(WindowSync):
     """Gradients summed over the window; one common optimizer step at its end.
 
-    Gradients are taken away at the end of every backward pass, so that the loop's own
-    ``optimizer.step()`` finds none and does nothing. A batch that no backward pass went
-    through to its end has no part in the mean.
+    Gradients are removed at the end of every backward pass, so that the loop's own
+    ``optimizer.step()`` finds none and does nothing. A batch without a complete
+    backward pass has no part in the mean.
 
     Args:
         parameters: the trainable parameters.
         optimizer: steps them at the window's end.
         window: sums the gradients.
-        buffers: averages what changed of the model's buffers.
+        buffers: averages changed buffers of the model.
         max_grad_norm: clip the reduced gradient to this norm.
         is_sum: the loss is a sum over the samples of a batch, and the gradient to be
             that of the sum over all samples of the window; else both are means.
@@ -117,7 +117,7 @@ class GradientSync(WindowSync):
         self._holds = holds
 
     def rewind(self) -> None:
-        """A pass was broken off; nothing was added of one without an end."""
+        """Discards an interrupted pass, of which nothing was added."""
         self._pass = None
         self._touched.clear()
 
@@ -134,7 +134,7 @@ class GradientSync(WindowSync):
         self._add_gradients()
 
     def _add_gradients(self) -> None:
-        """Adds ``p.grad``, a sum over samples as it is, a mean times what it weighs."""
+        """Adds ``p.grad``: a sum over samples as it is, a mean times its weight."""
         weight = float(self._weight > 0) if self._is_sum else self._weight
         self._window.add(weight, is_whole=False)
 
@@ -144,7 +144,7 @@ class GradientSync(WindowSync):
         return self._window.extra_bytes
 
     def rebase(self) -> None:
-        """Parameters only change by common steps; buffers start from here."""
+        """Rebases buffers; parameters change only by common steps."""
         self._buffers.rebase()
 
     @override
@@ -169,13 +169,13 @@ class GradientSync(WindowSync):
         self._weight, self._holds = 0.0, True
 
     def close(self, *, begins: bool) -> bool:
-        """The window ends; non-finite gradients are not sent."""
+        """Ends the window; non-finite gradients are not sent."""
         self._was_finite = self._window.is_finite
         return self._was_finite
 
     @override
     def reduce(self, plan: Reduce) -> SyncResult:
-        """Sends all that is summed before any of it is taken: all of it or nothing."""
+        """Sends all sums before any result is applied: all of them or none."""
         weight = self._window.samples if self._was_finite else 0.0
         self._window.begin(counts=self._was_finite)
         self._buffers.take()

@@ -38,27 +38,27 @@ class LocalSteps:
         self.optimizers = optimizers
 
     def forget_states(self) -> None:
-        """Takes optimizers back to where they had taken no step."""
+        """Resets optimizers to their state before the first step."""
         for optimizer in self.optimizers():
             forget_state(optimizer)
 
     def drop_gradients(self) -> None:
-        """Forgets what waits for a step."""
+        """Drops gradients that wait for a step."""
         for parameter in self._model.parameters():
             parameter.grad = None
 
 
 class AveragedSync(WindowSync):
-    """Weight of this rank's parameter delta; subclasses average it.
+    """Base of parameter averaging: weighs this rank's parameter delta.
 
     Args:
         averager: averages parameters.
-        steps: this rank's own; optimizers lose their state after a non-finite update.
-        own_factor: of the gradients of a batch, where each says what it weighs (one
-            that weighs nothing adds none) or losses are sums; else None.
-        is_sum: a loss is the sum over a batch's samples: that of a local batch counts
-            as often as the global one has local batches, so that a local step is as
-            long as one device's.
+        steps: this rank's local steps; a non-finite update resets optimizer state.
+        own_factor: factor on the gradients of a batch, if the user weighs batches
+            (weight 0 adds none) or losses are sums; else None.
+        is_sum: losses are sums over a batch. A local batch's gradients are scaled by
+            the number of local batches, so that a local step is as long as one
+            device's.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class AveragedSync(WindowSync):
         self._averager.reconnect(group)
 
     def _start_anew(self) -> None:
-        """The result is in the model: optimizers of a diverged rank start anew."""
+        """Resets optimizers of a diverged rank, after it has adopted the result."""
         if not self._was_finite:
             self._steps.forget_states()
 
     def close(self, *, begins: bool) -> bool:
-        """The window ends; gradients of an update that is lost are dropped too."""
+        """Ends the window; drops the gradients of a discarded update too."""
         self.has_moved = not self._is_diverged or self._averager.has_moved
         self._was_finite = self._take(self._weight, begins=begins)
         self._weight = 0.0
@@ -155,7 +155,7 @@ class AveragedSync(WindowSync):
 
     @abstractmethod
     def _take(self, weight: float, *, begins: bool) -> bool:
-        """The window of this weight has ended; True if all parameters are finite."""
+        """Ends a window of this weight; True if all parameters are finite."""
 
 
 @final
@@ -168,7 +168,7 @@ class ParameterSync(AveragedSync):
         return self._averager.is_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
-        """Averages now; optimizers of a diverged rank start anew."""
+        """Averages now, and resets optimizers of a diverged rank."""
         result = self._averager.synchronise(plan)
         self._start_anew()
         return result
@@ -188,7 +188,7 @@ class OverlappedSync(AveragedSync):
     _averager: OverlappedAverager
 
     def _take(self, weight: float, *, begins: bool) -> bool:
-        """A rank that trained begins to reduce."""
+        """Begins to reduce on a rank that has trained."""
         return self._averager.snapshot(float(weight > 0), begins=begins)
 
     @override

@@ -1,4 +1,4 @@
-"""The next group of a run that has lost ranks or takes in new ones.
+"""The next group of a run that has lost ranks or admits new ones.
 
 If a survivor holds the result of the open reduction, which includes the dead rank's
 part, the others copy it, and the coordinator commits it. Else the coordinator plans the
@@ -28,10 +28,10 @@ WHAT = "settling what a lost rank left open"
 
 @dataclass(frozen=True, slots=True)
 class OpenReduction:
-    """The reduction whose plan came last, and what this rank has of it.
+    """The last planned reduction, and its state on this rank.
 
     Attributes:
-        plan: of the reduction.
+        plan: plan of the reduction.
         lacks: its result is not in this rank's model.
         keeps: this rank has trained since its part of it ended.
     """
@@ -46,17 +46,17 @@ class Regrouping:
     """This rank's part in forming the next group.
 
     Args:
-        worker: this rank's shell.
+        worker: this rank's worker.
         synchroniser: reduces its windows.
-        order: of the samples, drawn by the first rank of the new group.
-        hand_over: sends the first rank's state to those that are new, with all ranks.
+        order: order of the samples, drawn by the first rank of the new group.
+        hand_over: sends the first old rank's state to new ranks, with all ranks.
         notifications: emit lines for the user.
-        min_ranks: fewer pause until others have joined.
+        min_ranks: fewer ranks pause until others have joined.
 
     Attributes:
-        is_building: a rank has not built what the policy in force needs, so that none
-            has begun to train under it, and all build anew in the group that forms.
-        has_joined: ranks have, with the group that was formed last.
+        is_building: a rank has not built its reducers for the policy in force, so none
+            has trained under it, and all build again in the next group.
+        has_joined: ranks have joined with the group that was formed last.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Regrouping:
         last: OpenReduction | None = None,
         on_result: Callable[[], None] | None = None,
     ) -> None:
-        """All have met in their group: copies a result to ranks that lack it.
+        """Copies a result to ranks that lack it, in the new group.
 
         Args:
-            group: of the members.
+            group: group of the members.
             last: the reduction that may be open.
-            on_result: called when this rank has taken its result from another.
+            on_result: called when this rank has copied the result from another.
         """
         if self.is_building:
             self.say()
@@ -164,7 +164,7 @@ class Regrouping:
 
 
 def _gathered(group: Group, *mine: bool) -> list[list[int]]:
-    """Each of these values of all ranks."""
+    """Gathers these values of all ranks."""
     rows = torch.zeros(group.world_size, len(mine), dtype=torch.int64, device="cpu")
     rows[group.rank] = torch.tensor(mine, device="cpu")
     group.all_reduce(rows, WHAT)

@@ -41,26 +41,26 @@ logger = logging.getLogger(__name__)
 
 
 class Synchroniser:
-    """Built for the parameters that are trained now, and the policy in force.
+    """Reducers of the trained parameters, for the policy in force.
 
     Args:
         config: the agreed settings.
         model: the model.
         optimizer: its optimizer.
         group: the process group.
-        side_group: forms another one, for SyncBatchNorm inside the backward pass.
-        steps: this rank's own, between two reductions.
-        is_weighed: each rank says what its part of a step weighs.
+        side_group: forms another group, for SyncBatchNorm inside the backward pass.
+        steps: this rank's local steps, between two reductions.
+        is_weighed: the user's function weighs each rank's part of a step.
         delayed: takes steps one step late, under ``sync``.
-        keeps_sums: ranks may die, and the others go on.
+        keeps_sums: ranks may die, and the others continue.
 
     Attributes:
-        policy: the one in force; under ``auto`` at first ``"sync"``.
-        reducer: of gradients, under ``sync``.
-        windows: of windows, under the other policies.
-        reduced: which gradients are sums of ranks, under ``sync``.
-        group: in which it is built next.
-        own_ids: of the model's parameters, as it was when this was built last.
+        policy: policy in force; under ``auto`` at first ``"sync"``.
+        reducer: reducer of gradients, under ``sync``.
+        windows: reducer of windows, under the other policies.
+        reduced: record of gradients that are sums of ranks, under ``sync``.
+        group: group of the next build.
+        own_ids: ids of the model's parameters at the last build.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class Synchroniser:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All of the model's, as it was when this was built last."""
+        """All parameters of the model at the last build."""
         return self._watch.parameters
 
     @property
     def num_parameters(self) -> int:
-        """Elements of what is trained."""
+        """Number of trained elements."""
         return sum(parameter.numel() for parameter in self._trainable)
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of what is trained."""
+        """Size of the trained parameters in bytes."""
         return sum(p.numel() * p.element_size() for p in self._trainable)
 
     @property
@@ -117,11 +117,11 @@ class Synchroniser:
 
     @property
     def is_changed(self) -> bool:
-        """True if parameters were frozen, unfrozen or added since it was built."""
+        """True if parameters were frozen, unfrozen or added since the last build."""
         return self._signature != self._current_signature()
 
     def build(self, policy: str | None = None) -> None:
-        """Builds what a policy needs, together with all ranks; None keeps it."""
+        """Builds a policy's reducers, with all ranks; None keeps the policy."""
         refuse_sync_norms(self._model, self._config.policy)
         self.detach()
         if self.windows is not None:
@@ -140,7 +140,7 @@ class Synchroniser:
             self.windows = self._window_sync()
 
     def _window_sync(self) -> WindowSync:
-        """Averaging that the settings ask for, built with all ranks of the group."""
+        """Builds the configured averaging, with all ranks of the group."""
         policy = cast("TrainerPolicyName", self.policy)
         config, group = replace(self._config, policy=policy), self.group
         parameters, is_sum = self._trainable, config.loss_reduction == "sum"
@@ -178,16 +178,16 @@ class Synchroniser:
         return ParameterSync(averager, self._steps, own_factor, is_sum=is_sum)
 
     def build_alone(self, policy: str) -> None:
-        """A rank that joins builds what the others have, and meets them with it."""
+        """Builds the others' reducers on a rank that is to join."""
         if policy != self.policy:
             group, self.group = self.group, Group.alone(self._config.timeout_s)
             self.build(policy)
             self.group = group
 
     def share_with(self, group: Group | None) -> None:
-        """From the next step on reduces gradients in this group, with its ranks.
+        """Reduces gradients in this group from the next step on, with its ranks.
 
-        None: this rank is left out, and reduces nothing.
+        None: this rank is excluded, and reduces nothing.
         """
         assert self.reducer is not None
         self.reducer.detach()
@@ -219,7 +219,7 @@ class Synchroniser:
         reducer.attach()
 
     def detach(self) -> None:
-        """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""
+        """Removes every hook; SyncBatchNorm becomes plain BatchNorm again."""
         bind_sync_batchnorm(self._model, None)
         if self.reducer is not None:
             self.reducer.detach()
@@ -227,7 +227,7 @@ class Synchroniser:
             self.windows.detach()
 
     def check(self) -> None:
-        """Refuses a change of what is trained inside an epoch.
+        """Refuses a change of the trained parameters inside an epoch.
 
         Raises:
             ConfigError: parameters were frozen, unfrozen or added since it began.
@@ -239,7 +239,7 @@ class Synchroniser:
             )
 
     def parameter_norm(self) -> float:
-        """The L2 norm of what is trained; waits for the device.
+        """The L2 norm of the trained parameters; waits for the device.
 
         0.0, not measured, where parameters were NaN from the start (uninitialised
         memory in a parameter that is not used).
@@ -269,7 +269,7 @@ class Synchroniser:
         return f"{self.digest()} {'changed' if self.is_changed else 'same'}"
 
     def digest(self) -> str:
-        """Equal where the same parameters are trained."""
+        """Digest that is equal where the same parameters are trained."""
         named = [
             f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
             for name, p in self._model.named_parameters()
@@ -297,7 +297,7 @@ class Synchroniser:
 
 
 def warn_of_codec(group: Group, codec: str) -> None:
-    """Says on the first rank where a codec that was asked for brings nothing."""
+    """Warns on the first rank if the requested codec saves nothing."""
     if codec == "fp32" or not group.shares_host:
         return
     if len(set(group.hosts())) == 1 and group.rank == 0:

@@ -24,8 +24,8 @@ class WindowSync(ABC):
     takes_steps = True
     """True while optimizers may step; summed gradients allow the end's step alone."""
     has_moved = True
-    """False where the last window's update is known to be none, as gradients wait for a
-    step; looked at only after one that was not finite."""
+    """False if the last window's update is known to be empty: gradients still wait.
+    Read only after a non-finite update."""
 
     @property
     @abstractmethod
@@ -34,39 +34,39 @@ class WindowSync(ABC):
 
     @abstractmethod
     def rebase(self) -> None:
-        """Takes the present model as the common one."""
+        """Takes the current model as the common one."""
 
     @abstractmethod
     def begin_batch(self, weight: float, parts: float = 1.0) -> None:
-        """A loop body begins on a batch.
+        """Records the batch that a loop body begins on.
 
         Args:
-            weight: its samples, or what the user says that it weighs.
+            weight: its samples, or its weight by the user's function.
             parts: samples of its global batch over its own.
         """
 
     @abstractmethod
     def batch_done(self) -> None:
-        """The loop body has run."""
+        """Records that the loop body has run."""
 
     def hold(self, holds: bool) -> None:  # noqa: B027
-        """Gradients that appear now are kept for a later pass through the batch."""
+        """Keeps gradients for a later pass through the batch, while ``holds``."""
 
     def rewind(self) -> None:  # noqa: B027
-        """A pass through the batch was broken off, and all of it will be run again."""
+        """Discards an interrupted pass; all of its batch will be run again."""
 
     def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
         """Refuses the step of an optimizer that could not move anything."""
 
     @abstractmethod
     def detach(self) -> None:
-        """Takes every hook off the parameters."""
+        """Removes every hook from the parameters."""
 
     def retire(self) -> None:  # noqa: B027
         """Releases it for a successor in the same group; nothing is in progress.
 
         Raises:
-            CommunicationError: what was sent has not left, and will not.
+            CommunicationError: pending sends cannot complete.
         """
 
     @abstractmethod
@@ -78,7 +78,7 @@ class WindowSync(ABC):
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Goes on from what :meth:`state_dict` returned; with all ranks.
+        """Restores :meth:`state_dict`, with all ranks.
 
         Raises:
             ConfigError: there is a state, but nothing is averaged here.
@@ -88,13 +88,13 @@ class WindowSync(ABC):
     def common(self) -> dict[int, torch.Tensor]:
         """Common values of parameters and buffers, by their ids.
 
-        After a reduction; empty where that is what the model holds.
+        Valid after a reduction; empty where the model itself holds them.
         """
         return {}
 
     @abstractmethod
     def has_sum(self, plan: Reduce) -> bool:
-        """True if :meth:`finish` of the last window needs other ranks no more."""
+        """True if :meth:`finish` of the last window needs no other rank."""
 
     @abstractmethod
     def hand_over(
@@ -108,9 +108,9 @@ class WindowSync(ABC):
 
     @abstractmethod
     def close(self, *, begins: bool) -> bool:
-        """The window ends; True if its update is finite, and has a weight.
+        """Ends the window; True if its update is finite, and has a weight.
 
-        ``begins``: overlapped, the reduction may begin before its plan is there.
+        ``begins``: an overlapped reduction may begin before its plan arrives.
         """
 
     def reduce(self, plan: Reduce) -> SyncResult:
@@ -118,23 +118,23 @@ class WindowSync(ABC):
         raise ProtocolError(f"window {plan.window} is only reduced overlapped")
 
     def begin(self, plan: Reduce) -> None:
-        """The plan is there: begins what :meth:`close` has not begun."""
+        """Begins a planned reduction, unless :meth:`close` has begun it."""
         raise ProtocolError(f"window {plan.window} is not reduced overlapped")
 
     def poll(self) -> bool:
-        """True if the overlapped reduction's result is there."""
+        """True if the overlapped reduction's result has arrived."""
         return False
 
     @abstractmethod
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
-        """Adopts what was begun, waiting if need be."""
+        """Completes a reduction that was begun, and adopts its result."""
 
 
 def refuse_state(state: dict[str, Any] | None) -> None:
     """Refuses a state of averaging where gradients are reduced.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is a state.
     """
     if state is not None:
         raise ConfigError(

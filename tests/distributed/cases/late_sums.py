@@ -121,7 +121,8 @@ class LateSum:
             def never() -> bool:
                 return all([each.exchange.poll() for each in groups]) and False
 
-            owner._group.wait_until(never, "a rank's death")
+            group = owner.group if isinstance(owner, GradientWindow) else owner._group
+            group.wait_until(never, "a rank's death")
         return wait(owner, *args)
 
     def _is_handed(self, hand: Callable[..., Any], *args: Any, **named: Any) -> None:

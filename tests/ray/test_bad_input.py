@@ -97,7 +97,16 @@ class Run:
 
 
 def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:
-    supervisor: Any = Supervisor(Job([], None, {}, RestartConfig(), 1.0))
+    supervisor: Any = Supervisor(
+        Job(
+            ranks=[],
+            command=(),
+            call=b"",
+            launch={},
+            restarts=RestartConfig(),
+            start_s=1.0,
+        )
+    )
     supervisor._ranks = object()
     supervisor.interrupt(signal.SIGINT)
 

@@ -86,8 +86,8 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
             times.setdefault("heard", time.monotonic())
 
     Worker.hear_of = heard  # type: ignore[method-assign]
-    note(Regrouping, "form", "formed")
-    note(StepGroups, "form", "formed")
+    note(Regrouping, "meet", "formed")
+    note(StepGroups, "settle", "formed")
     model, optimizer, loader = elche.setup(
         *training(BATCH_SIZE),
         policy=policy,

@@ -82,7 +82,7 @@ class RankLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinPasses:
-    """For a rank that has left: the others are in pass ``passes``, of step ``step``."""
+    """Pass ``passes`` of step ``step``, which the others run, for a rank that left."""
 
     rank: int
     epoch: int

@@ -55,7 +55,7 @@ class CachedLayers:
 
     @cached_property
     def offer(self) -> tuple[bool, str]:
-        """Whether a layer of this rank accepts a cache, and the error in finding out.
+        """True if a layer of this rank accepts a cache, and the error in finding out.
 
         Rebuilds layers that were cut from a model, which may take seconds.
         """

@@ -34,7 +34,7 @@ code is ready (infinite if unknown); and True if a code only waits for memory.
 
 
 _Target = tuple[list[float], int, float, int]
-"""Where a code's result arrives: the ready times, the offset of the waiting code's
+"""Destination of a code's result: the ready times, the offset of the waiting code's
 index, the link time, and the waiting code's rank."""
 
 

@@ -29,13 +29,15 @@ def plain_loop(elche: Any) -> Trained:
 
 @feature(
     "R",
-    why="amplifies rounding; without a line search; windows: its history begins anew"
-    " at each average, but where a rank trains alone",
+    why="amplifies rounding; with tolerance_change=0, without a line search; windows:"
+    " its history begins anew at each average, but where a rank trains alone",
 )
 def lbfgs(elche: Any) -> Trained:
     """LBFGS with its closure."""
     model, loader, seen = network(), batches_of(batch_size=64), Seen()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4)
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=0.2, max_iter=4, tolerance_change=0.0
+    )
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for _epoch in range(EPOCHS):
         for x, y in loader:

@@ -260,12 +260,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
         )
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
-    searches = any(g["line_search_fn"] for g in optimizer.param_groups)
-    if config.sums_gradients or (searches and config.policy in ("sync", "auto")):
+    # Both compare losses, which are of a rank's own share; all else is of common sums.
+    by_loss = any(
+        g["line_search_fn"] or g["tolerance_change"] for g in optimizer.param_groups
+    )
+    if config.sums_gradients or (by_loss and config.policy in ("sync", "auto")):
         raise ConfigError(
             "LBFGS evaluates its closure as often as this rank's own loss asks for, so "
             "ranks would take different steps; choose policy 'cadence' or 'async' "
-            "(averaged parameters), or with line_search_fn=None policy 'sync'"
+            "(averaged parameters), or policy 'sync' or 'auto' with "
+            "line_search_fn=None and tolerance_change=0"
         )
 
 

@@ -214,3 +214,15 @@ def test_lookahead_is_refused_where_parameters_are_averaged() -> None:
     for policy in ("async", "auto"):
         with pytest.raises(ConfigError, match="Lookahead takes parameters back to"):
             check_shared(model, [optimizer], loader, RunConfig(policy=policy))
+
+
+def test_lbfgs_that_compares_losses_is_refused_where_ranks_step_together() -> None:
+    """A share of one sample reaches a loss of 0 before the others: more closures."""
+    model, _, loader = build(Task())
+    compares = torch.optim.LBFGS(model.parameters())
+    does_not = torch.optim.LBFGS(model.parameters(), tolerance_change=0.0)
+    check_shared(model, [compares], loader, RunConfig(policy="async"))
+    for policy in ("sync", "auto"):
+        check_shared(model, [does_not], loader, RunConfig(policy=policy))
+        with pytest.raises(ConfigError, match="LBFGS evaluates its closure as often"):
+            check_shared(model, [compares], loader, RunConfig(policy=policy))

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.config import DELAYED_SYNC, RunConfig
+from elche.devices import choice
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
@@ -146,9 +147,8 @@ def _place(
     """Moves the model to this rank's device, and makes the loader's positions."""
     of_batch = asked.weight_of
     weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
-    if placement.device.type == "cuda":
-        torch.cuda.set_device(placement.device)
-    model.to(placement.device)
+    choice.use(placement.device)
+    move_model(model, placement.device)
     if placement.emulation is not None:
         process.emulation = emulate(model, placement.emulation)
     world_size, seed = placement.world_size, asked.config.seed
@@ -165,6 +165,38 @@ def _place(
         pauses=process.checkpoints,
         delayed=asked.delayed,
     )
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Moves a model, whose parameters stay the objects that its optimizer holds.
+
+    Where `Module.to` would make new ones (types of devices that extensions add, XLA,
+    or a switch of `torch.__future__`), contents are swapped instead.
+
+    Raises:
+        ConfigError: a parameter became another object.
+    """
+    before = dict(model.named_parameters(remove_duplicate=False))
+    probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
+    kept, swaps = probe[0], torch.__future__.get_swap_module_params_on_conversion()
+    needs_swaps, error = probe.to(device)[0] is not kept, None
+    torch.__future__.set_swap_module_params_on_conversion(swaps or needs_swaps)
+    try:
+        model.to(device)
+    except RuntimeError as failed:
+        if not needs_swaps or "swap" not in str(failed):
+            raise
+        error = failed  # as where something holds a weak reference to a parameter
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    others = [name for name in after if before.get(name) is not after[name]]
+    if error is not None or others:
+        raise ConfigError(
+            f"moving the model to {device} would make other objects of its parameters "
+            f"({', '.join(others[:3]) or error}), which the optimizer does not hold; "
+            "call model.to(elche.device()) before you build the optimizer"
+        ) from error
 
 
 def _begin_alone(
@@ -226,7 +258,7 @@ def _facts_alone(placement: Placement, asked: SetupConfig) -> RunFacts:
 
 
 def _single_line(placement: Placement) -> str:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = choice.count()
     if placement.emulation is None and placement.device.type == "cpu":
         return "elche: CPU"
     line = f"elche: single device: {placement.device_name}"

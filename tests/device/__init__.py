@@ -1,0 +1,133 @@
+"""An accelerator made of threads, for machines that have none.
+
+`register()` makes the device `tdev` known to torch: the type of `torch.accelerator`, with
+streams, events, pinned memory and an allocator of its own. A child process with
+`AUTOLOAD` in its PYTHONPATH has it as soon as it has imported torch, as with any device
+outside torch's own sources; its environment configures it:
+
+| variable | example | meaning |
+|---|---|---|
+| `TEST_DEVICE_COUNT` | `2` | devices per process, up to 8 |
+| `TEST_DEVICE_KERNEL_US` | `0:100,1:400` | time of a kernel per device (µs) |
+| `TEST_DEVICE_ELEMENT_NS` | `0:1,1:4` | and of each element in it (ns) |
+| `TEST_DEVICE_MEMORY_MB` | `1:64` | memory per device, 1024 where not given |
+| `TEST_DEVICE_DELAYS` | `copies late:3000:7` | pattern, longest delay (µs), seed |
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME = "tdev"
+AUTOLOAD = str(Path(__file__).parent / "autoload")
+"""Folder that names `register` as an entry point of torch."""
+DELAYS = {
+    "none": (0, 0),
+    "copies late": (0, 1),
+    "compute late": (1, 0),
+    "random": (1, 1),
+}
+"""Whether kernels of default streams and of all others are delayed, by pattern."""
+
+_extension: Any = None
+
+
+def register() -> torch.device:
+    """Builds the device if needed, makes it known to torch and configures it."""
+    global _extension
+    if _extension is None:
+        from tests.device import build, device_module
+
+        torch.utils.rename_privateuse1_backend(NAME)
+        _extension = build.load_extension()
+        torch._register_device_module(NAME, device_module.make(_extension))
+        torch.utils.generate_methods_for_privateuse1_backend()
+        atexit.register(_extension.stop)
+        configure(os.environ)
+    return torch.device(NAME, 0)
+
+
+def extension() -> Any:
+    """The C++ module of the registered device."""
+    assert _extension is not None, "call tests.device.register() first"
+    return _extension
+
+
+def configure(variables: Mapping[str, str]) -> None:
+    """Applies the variables of the table above; others are left alone."""
+    if count := variables.get("TEST_DEVICE_COUNT"):
+        extension().set_device_count(int(count))
+    kernel_us = _per_device(variables.get("TEST_DEVICE_KERNEL_US", ""))
+    element_ns = _per_device(variables.get("TEST_DEVICE_ELEMENT_NS", ""))
+    for device in kernel_us.keys() | element_ns.keys():
+        set_speed(device, kernel_us.get(device, 0.0), element_ns.get(device, 0.0))
+    memory = _per_device(variables.get("TEST_DEVICE_MEMORY_MB", ""))
+    for device, megabytes in memory.items():
+        set_memory_bytes(device, int(megabytes * 2**20))
+    if delays := variables.get("TEST_DEVICE_DELAYS"):
+        pattern, longest_us, *seed = delays.split(":")
+        set_delays(pattern, int(longest_us), *map(int, seed))
+
+
+def set_speed(device: int, kernel_us: float, element_ns: float = 0.0) -> None:
+    """Sets the time of a kernel (µs) and of each element in it (ns)."""
+    extension().set_speed(device, kernel_us, element_ns)
+
+
+def set_memory_bytes(device: int, limit_bytes: int) -> None:
+    """Sets the memory of a device; what is allocated stays."""
+    extension().set_memory_bytes(device, limit_bytes)
+
+
+def set_delays(pattern: str, longest_us: int = 0, seed: int = 0) -> None:
+    """Delays kernels: all alike, or with a seed each by a draw up to the longest."""
+    if pattern == "random" and seed == 0:
+        raise ValueError("random delays need a seed that is not 0")
+    main, side = DELAYS[pattern]
+    extension().set_delays(main * longest_us, side * longest_us, seed)
+
+
+@contextmanager
+def delays(pattern: str, longest_us: int = 0, seed: int = 0) -> Iterator[None]:
+    """Delays kernels of the block and waits for them at its end."""
+    set_delays(pattern, longest_us, seed)
+    try:
+        yield
+        for device in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(device)
+    finally:
+        set_delays("none")
+
+
+@contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """Holds a stream (the current one) for the block: later tasks of it wait."""
+    stream = stream or torch.accelerator.current_stream()
+    release = extension().hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        release()
+
+
+def kernel_count() -> int:
+    """Kernels that streams of this process have started."""
+    return int(extension().kernel_count())
+
+
+def host_operator_counts() -> dict[str, int]:
+    """Calls, by operator, that made the host wait for the device."""
+    return dict(extension().host_operator_counts())
+
+
+def _per_device(text: str) -> dict[int, float]:
+    """Numbers by device index from text like `0:100,1:400`."""
+    pairs = (each.split(":") for each in text.split(",") if each)
+    return {int(device): float(number) for device, number in pairs}

@@ -191,8 +191,8 @@ def test_ranks_that_cost_more_than_they_bring_are_left_out(slow: int) -> None:
     speeds = [1.0, 0.9, 0.8] + [0.002] * slow
     choice = Chooser().choose(cluster(*speeds, sync_s=0.02))
     assert choice.left_out == tuple(range(3, 3 + slow))
-    assert "left out: rank 3" in choice.reason
-    assert ", which would slow it (with all ranks predicted " in choice.reason
+    assert "excluded: rank 3" in choice.reason
+    assert ", which would slow the run (predicted with all " in choice.reason
     assert choice.prediction.world_size == 3
 
 
@@ -200,7 +200,7 @@ def test_one_device_alone_is_named_as_that_whatever_policy_carries_it_out() -> N
     choice = Chooser().choose(cluster(1.0, 0.02, sync_s=2.0))
     assert (choice.policy, choice.carried_out_by) == ("sync", "async")
     assert choice.reason.startswith("training on one device alone: predicted 1.00 ")
-    assert "left out: rank 1, which would slow it (with all ranks" in choice.reason
+    assert "excluded: rank 1, which would slow the run (predicted" in choice.reason
     assert (
         Chooser().choose(cluster(1.0, sync_s=0.0)).reason.startswith("sync on 1 rank: ")
     )
@@ -224,7 +224,7 @@ def test_a_large_fleet_leaves_out_by_jumps_and_says_how_many() -> None:
     speeds = [1.0 + 0.001 * (rank % 97) for rank in range(990)] + [1e-4] * 10
     choice = Chooser().choose(cluster(*speeds, sync_s=0.5, sync_batch_size=32_000))
     assert choice.left_out == tuple(range(990, 1000))
-    assert "left out: rank 990, 991, 992, 993 and 6 more" in choice.reason
+    assert "excluded: rank 990, 991, 992, 993 and 6 more" in choice.reason
 
 
 def test_a_choice_costs_a_hundred_lines_for_each_rank() -> None:

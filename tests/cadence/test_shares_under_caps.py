@@ -145,7 +145,7 @@ def test_large_micro_batched_splits_are_exact(fleet: Fleet) -> None:
 
 
 def test_a_split_beyond_all_caps_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the caps to be 9 together, got 8: \[3, 5"):
+    with pytest.raises(ConfigError, match=r"sum to 9, got a sum of 8: \[3, 5"):
         split_for_makespan(9, [1.0, 1.0], [0.0, 0.0], 1, [3, 5])
 
 

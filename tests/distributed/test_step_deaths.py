@@ -285,8 +285,8 @@ def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
     outcomes, lost = run_fenced(4, train, loop)
     assert lost == [0]
     said = str(outcomes[1].error)
-    assert "are being excluded from steps, or come back" in said
-    assert "left out: steps of" in said, "the first rank that lives says so"
+    assert "are being excluded from steps, or readmitted" in said
+    assert "excluded: steps of" in said, "the first rank that lives says so"
 
 
 ORDERED = {"_end_first": 1, "ordered": 1, "_reorder": 1, "built": 4}
@@ -359,7 +359,7 @@ def test_sums_that_accumulate_are_refused_inside_a_pass(tmp_path: Path) -> None:
     outcomes, lost = run_fenced(3, train, loop)
     assert lost == [2]
     said = [str(each.error) for each in outcomes if each.rank != 2]
-    assert all("accumulates gradients, where losses are sums" in s for s in said), said
+    assert all("accumulates gradients of summed losses" in s for s in said), said
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ CHECKED = Watch(books=Books, details=True, most_happenings=400_000)
 EARLY = "no rank may die before the first epoch has begun"
 FATAL_UNDER = {
     ("sync", "auto"): (
-        "are being excluded from steps, or come back",
-        "trains alone, and no other has its optimizer's state",
+        "are being excluded from steps, or readmitted",
+        "trains alone, and no other rank has its model",
         CANNOT_GO_ON,
     )
 }

@@ -147,7 +147,7 @@ def test_it_begins_under_sync_and_says_what_it_picks(
         assert report.choices[0].policy == expected[-1]
         assert "times the fastest device alone" in said[0]
     if ranks == 3:  # two sizes were tried, and what was granted before the choice
-        assert "left out: rank 2" in said[0]
+        assert "excluded: rank 2" in said[0]
         assert report.ranks[2].batches <= 12
         assert report.goodput > 1.6
 
@@ -180,7 +180,7 @@ def test_a_link_that_becomes_much_slower_leaves_the_fastest_alone() -> None:
     # Three observations, each of sixteen grants of five steps or six.
     assert 0 < steps - before <= 3 * 16 * 6
     assert report.phases[1].ranks == 1
-    assert "left out: rank" in report.choices[-1].reason
+    assert "excluded: rank" in report.choices[-1].reason
     after = report.phases[1]
     assert after.samples / after.seconds > 0.97 * BATCH_SAMPLES / FAST_BATCH_S
 

@@ -426,8 +426,8 @@ class Balancer:
                 return sorted(chosen)
         held = {r: cap for r, cap in enumerate(self._caps) if cap is not None}
         raise ConfigError(
-            f"a batch of {total} samples does not fit the devices of all ranks "
-            f"together (most samples by rank: {held}, at least {minimum} each); lower "
+            f"a batch of {total} samples does not fit on the devices of all ranks "
+            f"together (max samples by rank: {held}, at least {minimum} each); lower "
             "batch_size, raise max_samples where a device holds more, or train with "
             "elche.Trainer, which runs a large share in micro-batches"
         )

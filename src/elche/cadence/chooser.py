@@ -251,9 +251,9 @@ class Chooser:
             named = ", ".join(map(str, left_out[:NAMED_RANKS]))
             if len(left_out) > NAMED_RANKS:
                 named += f" and {len(left_out) - NAMED_RANKS} more"
-            said += f"; left out: rank {named}"
-            said += ", which would slow it" if most < chosen.goodput else ""
-            said += f" (with all ranks predicted {most:.2f} at most)"
+            said += f"; excluded: rank {named}"
+            said += ", which would slow the run" if most < chosen.goodput else ""
+            said += f" (predicted with all ranks: at most {most:.2f})"
         return said
 
 

@@ -18,7 +18,7 @@ from elche.checkpoint.state_tree import MODEL, StateTree, decode, encode
 from elche.comm.transport.process_group import Group
 from elche.errors import MismatchError
 
-WHAT: Final = "handing the run's state over"
+WHAT: Final = "copying the run's state"
 PIECE_BYTES: Final = 1 << 24
 """Bytes per broadcast; ranks that need no state receive and discard the pieces."""
 

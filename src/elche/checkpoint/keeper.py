@@ -154,7 +154,7 @@ class CheckpointKeeper(Pauses):
         for writer in self._writers.values():
             writer.close(FAILED_S if has_failed else AT_EXIT_S)
         if self._asked:
-            logger.warning("no checkpoint was made: the run ended before its epoch")
+            logger.warning("no checkpoint was made: the run ended before the epoch did")
         if self._signals is not None:
             self._signals.close()
         self._clear()
@@ -233,7 +233,7 @@ class CheckpointKeeper(Pauses):
         folder = os.environ.get("ELCHE_RESUME") if self._passes == 1 else None
         if folder and not self._is_resumed and self._current.rank == 0:
             logger.warning(
-                "nothing is resumed from %s: this run begins anew; loop over "
+                "this run does not resume from %s and starts from scratch; loop over "
                 "elche.epochs(), or call elche.resume() before the first epoch",
                 folder,
             )
@@ -259,7 +259,7 @@ class CheckpointKeeper(Pauses):
             loop["count"] = self._count
             try:
                 if not self.counts_epochs:
-                    raise ConfigError("the others do not loop over elche.epochs()")
+                    raise ConfigError("the other ranks do not loop over elche.epochs()")
                 told = run.epochs.hand_over()
                 messages = packed(self._contents().capture(loop), told)
             except Exception as error:  # ends the joining rank only
@@ -275,9 +275,9 @@ class CheckpointKeeper(Pauses):
             loop = shared["loop"]
             if loop["count"] != self._count:  # the first to finish would end the run
                 raise MismatchError(
-                    f"this rank cannot join the run: its loop is over {self._count} "
-                    f"epochs, the others' over {loop['count']}: give elche.epochs the "
-                    "same number on every rank"
+                    f"this rank cannot join the run: its loop has {self._count} "
+                    f"epochs, the other ranks' loops have {loop['count']}: give "
+                    "elche.epochs the same number on every rank"
                 )
             self._go_on_in(loop)
 
@@ -422,7 +422,7 @@ class CheckpointKeeper(Pauses):
             done = run.described()
             what = "samples" if "samples" in done else "steps"
             at = f"epoch {self._epoch}, after {done[what]} {what}"
-            run.notifications.emit(f"elche: goes on from {found.path}: {at}")
+            run.notifications.emit(f"elche: resuming from {found.path}: {at}")
         return True
 
     def _newest(self, folder: Path) -> Checkpoint | None:
@@ -437,7 +437,7 @@ class CheckpointKeeper(Pauses):
             found = self._store(folder).newest()
             if not found and (folder.is_file() or any(folder.glob("checkpoint-*"))):
                 logger.warning(
-                    "%s has no whole checkpoint: the run begins anew", folder
+                    "%s has no complete checkpoint: the run starts from scratch", folder
                 )
             return "" if found is None else found.name
 

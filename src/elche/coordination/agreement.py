@@ -179,13 +179,13 @@ def left_before(opened: EpochOpened, left: Mapping[int, Left]) -> str:
             per_step = last.samples / last.steps
             owed = max(0, round(last.batches * per_step) - last.samples)
             return (
-                f"rank {rank} has left inside an epoch, after {last.batches} batches "
-                f"of its own, and rank {opened.rank} goes on with epoch "
-                f"{opened.epoch}: where parameters are averaged each rank takes other "
-                "batches, and counting them on a rank counts no steps of the run. Done "
-                f"are {last.samples} samples ({last.steps:.1f} steps), owed "
-                f"{owed} samples of {last.batches} steps; write "
-                f"`for batch in loader.steps({last.batches}):`, or use policy='sync'"
+                f"rank {rank} left inside an epoch after {last.batches} batches of "
+                f"its own, and rank {opened.rank} continues with epoch "
+                f"{opened.epoch}. Under averaging each rank trains its own batches, "
+                "so their number on one rank is not the run's steps. The run trained "
+                f"{last.samples} samples ({last.steps:.1f} steps); {owed} samples of "
+                f"{last.batches} steps are missing. Write `for batch in "
+                f"loader.steps({last.batches}):`, or use policy='sync'"
             )
     return (
         f"rank {opened.rank} opens epoch {opened.epoch}, but ranks {sorted(left)} have "

@@ -277,7 +277,7 @@ class Membership:
         is_same = not event.lost or event.reduced in self.reduced.values()
         if self.reduced and not (is_same and event.lost == self._lost):
             raise ProtocolError(
-                f"ranks have settled a death differently: {self.reduced} without "
+                f"ranks settled a death differently: {self.reduced} without "
                 f"{self._lost}, but {event}"
             )
         self.reduced[event.rank], self._lost = event.reduced, event.lost

@@ -62,7 +62,7 @@ class Deadline:
         if now_s - since_s < self.timeout_s:
             return ""
         return (
-            f"nothing came for {self.timeout_s:g} s while the run was "
+            f"no message arrived for {self.timeout_s:g} s while the run was "
             f"{self.doing(epochs)}; raise timeout_s if a batch really takes so long"
         )
 

@@ -59,7 +59,7 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.coordination.windows.window_policy import WindowPolicy
 from elche.errors import ProtocolError
 
-RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
+RESTART = "`elche run --max-restarts` restarts such a run from its last checkpoint"
 
 _Told: TypeAlias = Iterable[Instruction]
 
@@ -141,7 +141,7 @@ class Coordinator:
         if self._epochs is None or self._membership.left or self.aborted is not None:
             return "that has not begun, or is at its end"
         setting = self._fatal_setting
-        return f"none can join {setting}" if setting else ""
+        return f"no rank can join {setting}" if setting else ""
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Handles one event; returns the instructions to send.
@@ -226,8 +226,8 @@ class Coordinator:
         self._membership.min_ranks = settings.config.min_ranks
         if self._membership.is_short:
             yield from self._end.abort(
-                f"expected min_ranks of at most {len(joins)}, with which the run "
-                f"begins, got {settings.config.min_ranks}",
+                f"expected min_ranks of at most {len(joins)}, the ranks at the run's "
+                f"start, got {settings.config.min_ranks}",
                 kind="config",
             )
             return
@@ -241,8 +241,8 @@ class Coordinator:
         if self._membership.early:
             if self._membership.has_changed:
                 return self._end.abort(
-                    "ranks have died in the run before, left or joined it, and another "
-                    "elche.setup of the same processes needs those that it began with"
+                    "ranks died, left or joined in the previous run, but another "
+                    "elche.setup in the same processes needs its first ranks"
                 )
             self._epochs = None
             for join in self._membership.begin_again():
@@ -272,7 +272,7 @@ class Coordinator:
         return self._barriers.passed(self._membership.ranks)
 
     def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
-        return self._end.abort(f"interrupted: the launcher was sent {event.by}")
+        return self._end.abort(f"interrupted: the launcher received {event.by}")
 
     def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
         """Handles a rank's departure, whatever the cause, by `membership.TABLE`."""

@@ -44,9 +44,9 @@ from elche.runtime.windows.window_sync import refuse_state
 
 logger = logging.getLogger(__name__)
 HELD = (
-    "elche: the run ended inside an epoch whose iterator the script still held (next() "
-    "on it, say): under policy {!r} the model that it has read since then was each "
-    "rank's own, not the common one; write `for batch in loader.steps(n):`"
+    "elche: the run ended inside an epoch whose iterator the script still held "
+    "(next() on it, say): under policy {!r} the model that it read after that was "
+    "each rank's own, not the common one; write `for batch in loader.steps(n):`"
 )
 UNSTEPPED = (
     "elche: rank %d took no optimizer step after the backward passes of its last %d "

@@ -134,10 +134,10 @@ class SingleRun:
         """Refuses a checkpoint inside an epoch whose rest is unknown."""
         if not self.can_cut:
             raise ConfigError(
-                "elche.save() inside this loop could not say what is left of the "
-                "epoch: write `for epoch in elche.epochs(n)` or call elche.save_every "
-                "before, and with an IterableDataset give samples_per_epoch; or "
-                "call it between epochs"
+                "elche.save() inside this loop cannot record the rest of the epoch: "
+                "write `for epoch in elche.epochs(n)` or call elche.save_every "
+                "before, and with an IterableDataset give samples_per_epoch; or call "
+                "it between epochs"
             )
 
     @property

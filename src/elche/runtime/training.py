@@ -87,7 +87,7 @@ class Pauses:
 
     def hand_over(self, group: Group, source: int, is_new: bool) -> None:
         """Sends the state of ``source`` to ranks that join; with all ranks."""
-        raise ProtocolError("nothing that a rank could take over is kept here")
+        raise ProtocolError("no state for a joining rank is kept here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,8 @@ from elche.sim.simulated_loader import Loaded
 
 LEFT_BEHIND = (GrantBatches, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
-ALL_DEAD = "all who held the run's state have died"
-CANNOT_GO_ON = "ranks died where the others cannot take it up again"
+ALL_DEAD = "all ranks with the run's state have died"
+CANNOT_GO_ON = "ranks died where the others cannot recover"
 """Error messages of a rank, as in a real run."""
 FORWARD_PART = 1.0 / 3.0
 """Fraction of a batch's time that its forward pass takes."""
@@ -293,7 +293,7 @@ class Rank:
             if inbox:
                 self.take_all(handle)
             else:
-                yield Receive("the ranks that stay to be named")
+                yield Receive("the remaining ranks to be named")
         self.history.wait(self.rank, REGROUP, began_s, self.now_s)
 
     def parts_of(self, batch: int, start: int, stop: int) -> tuple[Range, ...]:

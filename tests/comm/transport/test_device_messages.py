@@ -85,7 +85,7 @@ def test_what_is_not_computed_is_not_begun_and_has_the_deadline() -> None:
         with pytest.raises(DeadlineError, match=r"waited 1\.0 s for \[0\]: the act"):
             passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
         assert second.devices.stream.handed_over == 0
-        with pytest.raises(DeadlineError, match=r"for \[1\]: its receiving what was"):
+        with pytest.raises(DeadlineError, match=r"for \[1\]: sent messages to be"):
             first.flush(0.1)
     assert not cables[0].waiting, "a device received what was not there"
 

@@ -74,7 +74,7 @@ def test_an_epoch_ends_and_goes_on_as_it_was(calls: str) -> None:
         life.leave(1)
     for _ in range(2):
         assert (life.is_draining, life.is_final) == (bool(calls), False)
-        with pytest.raises(TransitionError, match="an epoch cannot go on"):
+        with pytest.raises(TransitionError, match="an epoch cannot continue"):
             life.go_on()
         life.end()
         assert (life.is_draining, life.is_final) == (bool(calls), True)

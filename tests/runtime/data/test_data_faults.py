@@ -104,7 +104,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"ranks": (1,), "length": 41}, "the data set has 41 samples on this rank"),
     (
         {"ranks": (0,), "length": 20},
-        "epoch 1 was drawn on rank 0 with 20, up to number 19",
+        "rank 0 drew epoch 1 with 20, up to index 19",
     ),
     (
         {"ranks": (1,), "length": 31, "drop_last": True},

@@ -157,8 +157,8 @@ class OverlappedAverager(Averager):
         self._expect("begin", _Phase.TAKEN, _Phase.UNSENT, _Phase.SENT)
         if (plan.weight > 0.0) != self._counts:
             raise ProtocolError(
-                f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
-                f"plan, it {'has' if self._counts else 'has not'} sent one"
+                f"window {plan.window}: this rank's drift, of weight {plan.weight} in "
+                f"the plan, {'has' if self._counts else 'has not'} been sent"
             )
         if self._phase is _Phase.UNSENT:
             for group in self._groups:
@@ -241,6 +241,6 @@ class OverlappedAverager(Averager):
     def _expect(self, call: str, *phases: _Phase) -> None:
         if self._phase not in phases:
             raise ProtocolError(
-                f"{call}() came when {self._phase.value}; expected "
+                f"{call}() was called when {self._phase.value}; expected "
                 + " or ".join(phase.value for phase in phases)
             )

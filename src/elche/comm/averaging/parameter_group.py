@@ -23,7 +23,7 @@ from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.process_group import Group
 
-WHAT = "handing over a reduction's result"
+WHAT = "copying a reduction's result"
 
 
 @final

@@ -443,8 +443,8 @@ class ControlChannel:
         why = f": {error}" if error else ""
         return CommunicationError(
             f"rank {self._rank} lost the coordinator{why}{lost}; the launcher has "
-            "ended or was stopped, or it did not take this rank (a wrong ELCHE_KEY, "
-            "or a rank that is there already)"
+            "ended or was stopped, or it rejected this rank (wrong ELCHE_KEY, or this "
+            "rank is connected already)"
         )
 
 

@@ -192,8 +192,8 @@ def refuse_gradient(
     """
     if gradient is None:
         raise ConfigError(
-            f"{name}: a hook took its gradient away before it was "
-            "reduced; step after the backward pass"
+            f"{name}: a hook removed its gradient before the reduction; step after "
+            "the backward pass"
         )
     if gradient.is_sparse or gradient.layout is not torch.strided:
         raise ConfigError(
@@ -201,10 +201,10 @@ def refuse_gradient(
         )
     if gradient.requires_grad:
         raise ConfigError(
-            f"{name}: its gradient came from a backward with "
-            "create_graph=True, which a reduction cannot be differentiated "
-            "through; differentiate with torch.autograd.grad(..., create_graph=True), "
-            "make a loss of what it returns, and call backward() on that alone"
+            f"{name}: its gradient came from backward(create_graph=True), but a "
+            "reduction cannot be differentiated; use torch.autograd.grad(..., "
+            "create_graph=True), make a loss of its gradients, and call backward() on "
+            "that loss alone"
         )
     if gradient.dtype is not dtype:
         raise ConfigError(

@@ -239,8 +239,8 @@ class GradientReducer(BucketPass):
         """
         if self._norms is not None:
             raise CommunicationError(
-                "a rank died, and SyncBatchNorm layers go on with all ranks only: "
-                "start the run anew from its last checkpoint (--max-restarts)"
+                "a rank died, and SyncBatchNorm layers need all ranks: restart the "
+                "run from its last checkpoint (--max-restarts)"
             )
         if self._buffers is not None:
             self._buffers.go_on_in(group, source, lacks=lacks)
@@ -275,9 +275,9 @@ class GradientReducer(BucketPass):
         """
         if any(map(self._reduced.is_given, self.parameters)):
             raise CommunicationError(
-                "a rank died inside a backward pass that accumulates gradients, where "
-                "losses are sums, or all its samples were that rank's: start the run "
-                "anew from its last checkpoint (--max-restarts)"
+                "a rank died inside a backward pass that accumulates gradients of "
+                "summed losses, or that had samples on that rank only: restart the "
+                "run from its last checkpoint (--max-restarts)"
             )
 
     def hold(self, holds: bool) -> None:
@@ -300,15 +300,15 @@ class GradientReducer(BucketPass):
         is_open = self._phase in (Phase.OPEN, Phase.REWOUND)
         if self.backward_passes > self._passes_before and not is_open:
             raise CommunicationError(
-                "a step was broken off after its gradients had been reduced, so it "
-                "cannot be run again"
+                "a step failed after its gradients had been reduced, so it cannot be "
+                "repeated"
             )
         super().rewind()
 
     def _refuse_broken_backward(self) -> NoReturn:
         raise CommunicationError(
-            "a backward pass was broken off by an error that the loop caught; its "
-            "reduction cannot be completed, so the run cannot go on"
+            "a backward pass was interrupted by an error that the loop caught; its "
+            "reduction cannot be completed, so the run cannot continue"
         )
 
     @override

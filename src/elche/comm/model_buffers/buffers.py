@@ -28,7 +28,7 @@ from elche.torch_internals.held import version
 SNAPSHOT_ELEMENTS = 65_536
 COUNT_LOOKS = 10
 """Number of first steps that compare counters, which differ once shares are unequal."""
-HANDING_OVER = "handing over buffers of a step that a lost rank left open"
+HANDING_OVER = "copying buffers of a step that a lost rank left unfinished"
 
 
 class BufferWatch:

@@ -148,10 +148,9 @@ class KnownBuffers:
         if found:
             told.add("means")
             _log.warning(
-                "elche: buffers that forward passes write (%s) become the mean of what "
-                "each rank makes of its share, and integers stay a rank's own; "
-                "elche.all_gather(...) of what they are made of makes them those of "
-                "the whole batch, as on one device",
+                "elche: buffers that forward passes write (%s) are averaged over "
+                "ranks, and integers stay local; compute them from "
+                "elche.all_gather(...) to match one device",
                 ", ".join(found),
             )
 

@@ -111,7 +111,7 @@ class PointToPoint:
         for rank, way in (*self._lines.items(), *memory.items()):
             self._wait(
                 lambda way=way: not way.pending,  # type: ignore[misc]
-                *(rank, "its receiving what was sent", timeout_s),
+                *(rank, "sent messages to be received", timeout_s),
             )
 
     def close(self) -> None:

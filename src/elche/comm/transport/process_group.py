@@ -309,7 +309,7 @@ class Group:
         if self._process_group is None:
             raise CommunicationError(
                 f"the process group of {self.world_size} ranks has ended on rank "
-                f"{self.rank}; begin another run"
+                f"{self.rank}; start a new run"
             )
         return self._process_group
 

@@ -88,10 +88,10 @@ class _Exclusion:
     def __str__(self) -> str:
         them = "it" if len(self.ranks) == 1 else "them"
         return (
-            f"{_named(self.ranks)} left out: steps of {1e3 * self.with_s:.3g} ms take "
+            f"{_named(self.ranks)} excluded: steps of {1e3 * self.with_s:.3g} ms take "
             f"{1e3 * self.without_s:.3g} ms without {them} ({self.gain:.2f} times as "
-            f"fast); the model is brought to {them} at every epoch's end, and all are "
-            "tried again now and then (leave_out=False keeps all)"
+            f"fast); the model is copied to {them} at the end of every epoch, and all "
+            "ranks are retried now and then (leave_out=False keeps all)"
         )
 
 
@@ -297,7 +297,7 @@ class LeftOutRanks:
         if self.ranks or self._has_said_why:
             return []
         self._has_said_why = True
-        why = unknown or "it is never left out; start it on a faster device"
+        why = unknown or "this rank is never excluded; start it on a faster device"
         return self._say(
             f"steps are predicted to be {found.gain:.2f} times as fast without "
             f"{_named(found.ranks)}, but all keep a share: {why}"

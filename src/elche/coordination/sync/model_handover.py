@@ -68,7 +68,7 @@ class ModelHandover:
         """
         is_due = event.rank in self.adopting or is_paused
         if not is_due or event.epoch != self._epoch:
-            raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
+            raise ProtocolError(f"rank {event.rank} adopted a model unasked: {event}")
         if is_paused:
             self.ready.add(event.rank)  # other ranks have not arrived yet
         self.adopting.discard(event.rank)

@@ -178,8 +178,8 @@ class StepGrants:
             raise ProtocolError(f"rank {rank} reports steps it was not granted")
         if (report.start, report.stop) != (grant.start, grant.stop):
             raise ProtocolError(
-                f"rank {rank} reports steps {report.start}..{report.stop - 1}, "
-                f"granted were {grant.start}..{grant.stop - 1}"
+                f"rank {rank} reports steps {report.start}..{report.stop - 1}, but "
+                f"was granted {grant.start}..{grant.stop - 1}"
             )
         samples = grant.shares[rank] * grant.steps
         if report.samples != samples:
@@ -214,7 +214,7 @@ class StepGrants:
             raise ProtocolError(
                 f"rank {event.rank} left epoch {event.epoch} after step {event.step} "
                 f"and claims {event.samples} samples in {times_s} s since its last "
-                f"report, granted were {samples}"
+                f"report, but was granted {samples}"
             )
         for grant in owed:
             grant.owing.remove(event.rank)

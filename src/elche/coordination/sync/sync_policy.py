@@ -253,9 +253,9 @@ class SyncPolicy(Policy):
     def waiting_for(self) -> str:
         """Names the ranks that the epoch waits for, and their pending work."""
         if self._is_paused:
-            return "the ranks that stay to form their new group"
+            return "the remaining ranks to form a new group"
         if adopting := self._handover.adopting:
-            what = "run the steps begun" if self._lost else "take over the model"
+            what = "finish the started steps" if self._lost else "adopt the model"
             return f"ranks {sorted(adopting)} to {what}"
         silent = sorted(self.grants.oldest.owing) if self.grants.oldest else []
         return f"steps of ranks {silent} in epoch {self._epoch}"
@@ -329,11 +329,11 @@ class SyncPolicy(Policy):
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
         """Handles a loop's early exit: granted steps are run, no others granted."""
         if event.epoch != self._epoch:
-            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+            raise ProtocolError(f"rank {event.rank} cannot leave epoch {event.epoch}")
         if self._is_paused or self._handover.adopting:
             raise ProtocolError(
-                f"rank {event.rank} left epoch {event.epoch} while ranks that live "
-                f"formed another group; {event.apart}"
+                f"rank {event.rank} left epoch {event.epoch} while the surviving "
+                f"ranks formed a new group; {event.apart}"
             )
         self.grants.leave(event)
         told = self._left.take(event, self._active)
@@ -353,7 +353,7 @@ class SyncPolicy(Policy):
         if staying and grants.fetches_early:
             raise ProtocolError(
                 f"ranks {sorted(active - {*staying})} left epoch {self._epoch} before "
-                f"ranks {staying}, whose last backward pass is to come, because "
+                f"ranks {staying}, whose last backward pass is still to come, because "
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step

@@ -85,7 +85,7 @@ HELD_WINDOWS = 3
 TRAIN = Action(Do.TRAIN)
 CATCH_UP = "the slowest rank to catch up"
 CLOSED = "the other ranks to end the window"
-AGAIN = "the ranks that stay to reduce again"
+AGAIN = "the remaining ranks to reduce again"
 LEASE = "another lease"
 CLOSE = Action(Do.CLOSE)
 STOP = Action(Do.STOP)
@@ -236,7 +236,7 @@ class WindowLoop:
         if urgent is not None:
             return urgent
         if self._is_diverged:  # it would train on NaN parameters
-            return self._finish_or_wait("the mean to start anew from")
+            return self._finish_or_wait("the mean to restart from")
         if self._owes and not self._overlapped:
             return Action(Do.WAIT, why=AGAIN if self._is_open else CLOSED)
         goes_on = self._overlapped and self._plan is not None and has_work

@@ -160,7 +160,7 @@ class WindowPolicy(Policy):
         """Names the ranks that have not closed, or not reduced, the window."""
         state = self.state
         if state.is_paused:
-            return "the ranks that stay to form their new group"
+            return "the remaining ranks to form a new group"
         if state.running is not None and not state.book.any_closed:
             return f"the reduction on ranks {sorted(state.running.missing)[:8]}"
         late = [r for r, part in state.book.parts.items() if part.closed is None]
@@ -197,8 +197,8 @@ class WindowPolicy(Policy):
         state, rank = self.state, event.rank
         if event.epoch != state.epoch:
             raise ProtocolError(
-                f"rank {rank} reports batches of epoch {event.epoch}, under way is "
-                f"{state.epoch}"
+                f"rank {rank} reports batches of epoch {event.epoch}, but the epoch "
+                f"under way is {state.epoch}"
             )
         check_claim(event, state.ledger.train(rank, event.start, event.stop))
         state.book.trained(event)
@@ -325,13 +325,13 @@ class WindowPolicy(Policy):
         """Handles a loop's early exit: the epoch ends for all with a last commit."""
         state = self.state
         if event.epoch != state.epoch:
-            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+            raise ProtocolError(f"rank {event.rank} cannot leave epoch {event.epoch}")
         state.life.leave(event.rank)
         returned, untouched = state.give_back(event.rank)
         state.note(
             f"rank {event.rank} left the loop of epoch {event.epoch} early: the epoch "
-            f"ends for all; {returned} batches leased to it are given back, "
-            f"{untouched} that no rank holds are left out of the epoch"
+            f"ends on all ranks; {returned} batches leased to it return to the pool, "
+            f"and {untouched} unleased batches are not trained in this epoch"
         )
         return self._drain()
 

@@ -61,7 +61,7 @@ class EpochLife:
 
     def go_on(self) -> None:
         """Continues after a window that was not the last: there is work again."""
-        self._refuse(not self.is_final, "an epoch cannot go on")
+        self._refuse(not self.is_final, "an epoch cannot continue")
         self.is_final = False
 
     def _refuse(self, is_wrong: bool, refusal: str) -> None:

@@ -99,10 +99,10 @@ def check_alike(told: Sequence[Mapping[str, str]]) -> None:
             mine, other = told[0].get(place), theirs.get(place)
             if mine != other:
                 raise MismatchError(
-                    f"ranks disagree about {place}: rank 0 has {mine}, rank {rank} has "
-                    f"{other}; give the same optimizers in the same order, with the "
-                    "same groups and settings, on every rank; leave those groups empty "
-                    "of which a rank has no parameters"
+                    f"ranks disagree about {place}: rank 0 has {mine}, rank {rank} "
+                    f"has {other}; give the same optimizers in the same order, with "
+                    "the same groups and settings, on every rank; where a rank has no "
+                    "parameters of a group, leave the group empty"
                 )
 
 

@@ -146,7 +146,7 @@ class PipelineState:
         wrong = [
             *([f"has no {few(missing)}, which rank {self.rank} needs"] * bool(missing)),
             *([f"has another shape of {few(other)}"] * bool(other)),
-            *([f"has {few(extra)}, which the model has not"] * bool(extra)),
+            *([f"has {few(extra)}, which the model lacks"] * bool(extra)),
         ]
         if wrong:
             raise ConfigError(
@@ -183,7 +183,7 @@ class PipelineState:
         told = self.communicator.agree(lambda: [rank, make()], what)
         wanted = [one for one, _ in told]
         if any(one != rank for one in wanted):
-            raise MismatchError(f"ranks ask {what} for different things: {wanted}")
+            raise MismatchError(f"ranks call {what} for different ranks: {wanted}")
         return [one for _, one in told]
 
     def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
@@ -227,8 +227,8 @@ class PipelineState:
         """
         if not self.passes.is_open:
             raise ConfigError(
-                "elche.save() inside this loop could not say what is left of the "
-                "epoch: write `for batch in pipe.batches(loader)`, or leave saving to "
+                "elche.save() inside this loop cannot record the rest of the epoch: "
+                "write `for batch in pipe.batches(loader)`, or leave saving to "
                 "elche.save_every, or count epochs by yourself and register the count"
             )
 

@@ -75,9 +75,9 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
         each, rest = divmod(world_size, replicas)
         if rest or not each:
             raise ConfigError(
-                f"{world_size} ranks cannot be shared out evenly among {replicas} "
-                f"replicas of a pipeline; run a multiple of {replicas} ranks, or say "
-                "which ranks each replica has, such as replicas=[[0, 1], [2]]"
+                f"{world_size} ranks cannot be divided evenly among {replicas} "
+                f"replicas of a pipeline; run a multiple of {replicas} ranks, or name "
+                "the ranks of each replica, such as replicas=[[0, 1], [2]]"
             )
         starts = range(0, world_size, each)
         ranks = tuple(tuple(range(start, start + each)) for start in starts)

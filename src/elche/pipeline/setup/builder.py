@@ -128,7 +128,7 @@ class PipelineBuilder:
                 for index, one in enumerate(rows[self._placement.rank])
                 if not one.weight_gradient_s
             )
-            assert isinstance(wanted, str), "check_measuring has seen to it"
+            assert isinstance(wanted, str), "checked by check_measuring"
             limits = [told[rank][0] for rank in members]
             wanted, config = plan_measured(
                 *(list(rows.values()), limits, wanted, self._micro_batches, config)

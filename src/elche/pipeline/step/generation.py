@@ -237,7 +237,7 @@ class Generation:
             apart = _distance(_last_logits(found), logits)
             if apart <= torch.finfo(logits.dtype).eps ** 0.4:  # rounding alone
                 return ""
-            return f"its layers' caches lead to other logits (by {apart:.1e})"
+            return f"its layers' caches change the logits (by {apart:.1e})"
 
         told = self._communicator.agree(compare, "the check of the caches")
         self._refuse("".join(told))

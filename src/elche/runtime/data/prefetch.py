@@ -209,8 +209,8 @@ class DevicePrefetcher(Generic[Tag]):
         except torch.cuda.OutOfMemoryError:
             self._most_depth = self.depth = self.depth // 2
             logger.warning(
-                "no device memory left for a batch ahead of its use: %d will be held "
-                "ahead from now on",
+                "no device memory left to prefetch a batch: from now on %d are "
+                "prefetched",
                 self.depth,
             )
             return

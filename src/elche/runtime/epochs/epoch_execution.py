@@ -171,8 +171,8 @@ class EpochExecution:
             return
         if source not in group.ranks:
             raise CommunicationError(
-                f"rank {source}, which trained alone, has died before the others had "
-                "its optimizer's state: start the run anew from its last checkpoint"
+                f"rank {source}, which trained alone, died before the others had its "
+                "optimizer's state: restart the run from its last checkpoint"
             )
         place = list(group.ranks).index(source)
         broadcast_from(group, model, self._observer.optimizers(), place)
@@ -222,9 +222,9 @@ class EpochExecution:
             raise named from None
         except Exception as error:
             self._pending_error = CommunicationError(
-                f"epoch {self._opening.epoch} was broken off on rank "
-                f"{self._worker.rank} by {error!r}, which the loop caught; other ranks "
-                "wait for what this one was given, so the run cannot go on"
+                f"epoch {self._opening.epoch} was interrupted on rank "
+                f"{self._worker.rank} by {error!r}, which the loop caught; other "
+                "ranks wait for this rank's batches, so the run cannot continue"
             )
             raise
 

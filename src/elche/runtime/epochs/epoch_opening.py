@@ -155,7 +155,7 @@ class EpochOpening:
         if len(order.keys) != sizes.num_samples:
             raise MismatchError(
                 f"epoch {self.epoch} was drawn with {sizes.num_samples} samples by a "
-                f"rank that has died, and anew with {len(order.keys)}: give all ranks "
+                f"rank that died, and redrawn with {len(order.keys)}: give all ranks "
                 "the same data set"
             )
         return order.keys
@@ -165,7 +165,7 @@ class EpochOpening:
         worker = self._worker
         worker.send(JoinReady(rank=worker.rank))
         while not worker.is_due:
-            worker.receive(self._take_word, "the others to take this rank in")
+            worker.receive(self._take_word, "the other ranks to admit this rank")
         self.regroup()
 
     def _take_word(self, instruction: Instruction) -> None:

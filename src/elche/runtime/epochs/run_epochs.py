@@ -175,7 +175,7 @@ class RunEpochs:
             is_late = self.has_open_batches  # their next pass is of a step before
             why = EARLY if is_late else self._observer.barred()
             if why:
-                raise ConfigError(f"none can join steps under policy {policy!r}: {why}")
+                raise ConfigError(f"no rank can join under policy {policy!r}: {why}")
         return {
             "counted": self.samples_before,
             "trained": self._synchroniser.digest(),
@@ -190,8 +190,8 @@ class RunEpochs:
         """
         if info["trained"] != self._synchroniser.digest():
             raise MismatchError(
-                "a rank that joins would train other parameters than the others, "
-                "which have frozen, unfrozen or added some since their start"
+                "a joining rank would train other parameters than the run, whose "
+                "ranks froze, unfroze or added some since the start"
             )
         self._synchroniser.build_alone(info["policy"])
         self.load_state_dict(state, info["counted"])
@@ -222,7 +222,7 @@ class RunEpochs:
             raise CommunicationError("this run has ended; call elche.setup again")
         if self._worker.is_new:
             raise ConfigError(
-                "a rank joins a run where that stands in its epochs: write `for epoch "
+                "a joining rank starts at the run's current epoch: write `for epoch "
                 "in elche.epochs(number):` around the loop over the loader"
             )
         self.end_iteration()

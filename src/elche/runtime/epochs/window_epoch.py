@@ -385,8 +385,8 @@ class WindowEpoch:
         epoch = self._positions.epoch
         logger.info(
             "rank %d left the loop of epoch %d early, after %d batches of window %d: "
-            "the epoch ends on all ranks, and %d batches leased to this one are given "
-            "back",
+            "the epoch ends on all ranks, and %d batches leased to this rank return "
+            "to the pool",
             self._worker.rank,
             epoch,
             self._loop.batches,

@@ -167,7 +167,7 @@ def _agree_on_prefix(base: dist.Store, placement: Placement, timeout_s: float) -
     deadline_s = time.monotonic() + timeout_s
     while not base.check(joined):
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not all ranks have come within {timeout_s:g} s")
+            raise TimeoutError(f"not all ranks connected within {timeout_s:g} s")
         for key in (f"elche/start/{other}" for other in others):
             if base.check([key]):
                 base.set(f"elche/name/{base.get(key).decode()}", own)
@@ -227,8 +227,8 @@ def _read_hidden(path: str) -> str:
     with open(path) as file:
         if not is_private(file.fileno()):
             raise CommunicationError(
-                f"{path} is not a file of this user alone; something else than rank 0 "
-                "has written to torchrun's store"
+                f"{path} is not a file of this user alone; a process other than rank "
+                "0 wrote to torchrun's store"
             )
         return file.read()
 

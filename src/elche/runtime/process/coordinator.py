@@ -341,7 +341,7 @@ class RankConnection(asyncio.Protocol):
         """Passes complete messages to the server; invalid ones end the connection."""
         self._unknown_bytes += len(data) if self._rank is None else 0
         if self._unknown_bytes > HELLO_BYTES:
-            self.drop("expected a Hello, got a flood")
+            self.drop("expected a Hello, got more bytes than it has")
             return
         inputs: list[Input | None] = []
         source, error = self._source, None
@@ -428,7 +428,7 @@ class RankConnection(asyncio.Protocol):
         else:
             event = from_wire(message, FROM_WORKERS)
             if event.rank != self._rank:
-                raise ProtocolError(f"rank {self._rank} speaks for rank {event.rank}")
+                raise ProtocolError(f"rank {self._rank} sends as rank {event.rank}")
             if isinstance(event, Left):
                 self._server.release(self._rank)
                 self._rank = None

@@ -110,7 +110,7 @@ class RankProcesses:
             self._kill()
             return
         self.signal, status = number, self._server.status
-        self.interruption = f"interrupted: the launcher was sent {number.name}"
+        self.interruption = f"interrupted: the launcher received {number.name}"
         sent = number if number in SIGNALS else signal.SIGTERM
         ranks = self._processes if sent == signal.SIGTERM else ()
         handling = [rank for rank in ranks if _handles(self._processes[rank], sent)]

@@ -333,9 +333,9 @@ class Worker:
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
     ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
     return RankLostError(
-        f"rank {own}: {ranks} died where the others cannot take it up again (in "
-        "elche.all_gather inside an epoch, or while copies of the model are averaged); "
-        "start the run anew from its last checkpoint (--max-restarts)"
+        f"rank {own}: {ranks} died where the others cannot recover (in "
+        "elche.all_gather inside an epoch, or while copies of the model are "
+        "averaged); restart the run from its last checkpoint (--max-restarts)"
     )
 
 

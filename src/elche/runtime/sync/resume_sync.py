@@ -191,7 +191,7 @@ def _sent(group: Group, value: Any, source: int) -> Any:
     said = json.loads(text)
     if "error" in said:
         raise ConfigError(
-            "expected numbers, texts and tensors as an optimizer's state on the rank "
+            "expected an optimizer state of numbers, texts and tensors on the rank "
             f"that trained: {said['error']}; keep all ranks in every step with "
             "leave_out=False"
         )

@@ -127,8 +127,8 @@ class StepGroups:
         if self._apart:
             raise ConfigError(
                 f"{call} inside the loop waits for every rank, and ranks "
-                f"{self._apart} are left out of steps; call it between epochs, "
-                "or keep all ranks with leave_out=False"
+                f"{self._apart} are excluded from steps; call it between epochs, or "
+                "keep all ranks with leave_out=False"
             )
 
     def unknown(self) -> str:
@@ -140,9 +140,9 @@ class StepGroups:
         """
         if self._apart and self._observer.scaler.has_scaler:
             raise ConfigError(
-                f"a GradScaler has begun to step while ranks {self._apart} are "
-                "left out, whose own is behind; use it from the first step on, or keep "
-                "all ranks with leave_out=False"
+                f"a GradScaler began to step while ranks {self._apart} are excluded, "
+                "whose GradScaler did not; use it from the first step on, or keep all "
+                "ranks with leave_out=False"
             )
         return self._observer.uncarried()
 
@@ -174,9 +174,9 @@ class StepGroups:
             return
         if worker.rank == source and not self._left_out:
             logger.info(
-                "ranks left epoch %d after different steps: all hold the model and the "
-                "optimizer of rank %d now; what elche does not see (a scheduler, a "
-                "GradScaler, an average of weights) has not moved along",
+                "ranks left epoch %d after different steps: all now hold the model "
+                "and the optimizer of rank %d; state that elche does not see (a "
+                "scheduler, a GradScaler, an average of weights) was not copied",
                 *(epoch, source),
             )
         if before != _rates(others):

@@ -42,8 +42,8 @@ from elche.runtime.sync.step_account import Step, StepAccount, open_steps
 LEFT_OUT_S = 1.0
 """Poll interval of an excluded rank (s)."""
 TOO_EARLY = (
-    f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: start "
-    "the run anew from its last checkpoint (--max-restarts)"
+    f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: "
+    "restart the run from its last checkpoint (--max-restarts)"
 )
 
 
@@ -437,10 +437,10 @@ class SyncEpoch:
             return
         first, second = sorted(each.label.step for each in (part, other))
         raise ConfigError(
-            "one backward pass goes through the forward passes of batches "
-            f"{first} and {second}, of which the ranks hold other shares, so that no "
-            "weight of its gradients is right for both: call backward() on each "
-            "batch's loss, and the gradients add up until zero_grad()"
+            f"one backward pass goes through the forward passes of batches {first} "
+            f"and {second}, in which ranks have different shares, so that one weight "
+            "cannot fit both: call backward() on each batch's loss; gradients "
+            "accumulate until zero_grad()"
         )
 
     def _settle(self, first: int | None = None) -> None:

@@ -235,9 +235,9 @@ class FollowedSchedulers:
         if args or named:
             raise ConfigError(
                 f"{name}.step() with an argument inside the loop, under policy "
-                f"{self._policy!r}: it says how far this rank is, or what it measured, "
-                "not the run; call step() without one (ReduceLROnPlateau: between "
-                "epochs), or choose policy 'sync'"
+                f"{self._policy!r}: it is this rank's progress or metric, not the "
+                "run's; call step() without one (ReduceLROnPlateau: between epochs), "
+                "or choose policy 'sync'"
             )
         if not self.steps[at].called():
             raise ConfigError(

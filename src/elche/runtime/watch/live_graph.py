@@ -38,11 +38,10 @@ OnLate = Callable[[Any, Any], None]
 A pass is late if it reaches the graph of a batch before the current one; the second
 argument is None if it is the pass's first graph."""
 UNCLEAR = (
-    "the loop has fetched batches ahead, or skipped some, and elche has not seen "
-    "which of them this pass is of, so that the weight of its gradients is not known: "
-    "call model(...) with the loader's own tensors (convert them inside its forward; "
-    "torch.compile before elche.setup), or run forward and backward before the next "
-    "batch is fetched"
+    "the loop fetched batches ahead, or skipped some, and elche cannot tell to which "
+    "batch this pass belongs, nor the weight of its gradients: call model(...) with "
+    "the loader's own tensors (convert them inside its forward; torch.compile before "
+    "elche.setup), or run forward and backward before the next batch is fetched"
 )
 ITERATED_ELSEWHERE = (
     "the loader is iterated in another thread than the one that trains: iterate where "
@@ -365,11 +364,11 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 def fetched_too_early(policy: str) -> ConfigError:
     """The error of a loop whose backward pass runs after a window has ended."""
     return ConfigError(
-        "the next batch was asked for before the backward pass of the last one, and "
-        f"under policy {policy!r} a window ends where a batch is asked for, which "
-        "changes parameters between a forward pass and its backward pass: swap the two "
-        "lines, loss.backward() first and then the next batch (x, y = next(batches), "
-        "say), or choose policy 'sync'"
+        "the next batch was requested before the backward pass of the last one. Under "
+        f"policy {policy!r} a window may end at that request, which changes "
+        "parameters between forward and backward: swap the two lines, loss.backward() "
+        "first and then the next batch (x, y = next(batches), say), or choose policy "
+        "'sync'"
     )
 
 

@@ -111,7 +111,7 @@ class LossWatch:
         sizes = self._sizes
         is_known = self._whole >= WHOLE and (samples in sizes or len(sizes) > 1)
         if length < samples and is_known:
-            what = f"a batch of {length} samples came where {samples} were asked for"
+            what = f"a batch of {length} samples arrived where {samples} were requested"
             self._say(f"{what} (a collate_fn that drops some?)", "len(batch[0])")
         if length == samples:
             sizes.add(length)
@@ -129,10 +129,10 @@ class LossWatch:
         is_first, self._refuses_sums = self._refuses_sums, False
         if is_first and all(is_sum(root.grad_fn) for root in roots):
             raise ConfigError(
-                "the loss is a sum over the batch, but gradients are taken for those "
-                "of a mean, which is another result than on one device: give "
-                "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
-                "a mean"
+                "the loss is a sum over the batch, but gradients are weighted as "
+                "those of a mean, so the result differs from one device: give "
+                "elche.setup (or elche.Trainer) loss_reduction='sum', or make the "
+                "loss a mean"
             )
 
     def _look(self, roots: Sequence[torch.Tensor]) -> None:
@@ -158,8 +158,8 @@ class LossWatch:
         self.is_on = False
         self._emit(
             f"elche: {what} in a batch of {self._samples} samples, by which ranks are "
-            f"weighed: pass weight_of=lambda batch: {weight}, or the result is another "
-            "one than on one device"
+            f"weighted: pass weight_of=lambda batch: {weight}, or the result differs "
+            "from one device"
         )
 
 

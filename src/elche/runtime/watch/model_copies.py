@@ -172,9 +172,9 @@ class ModelCopies:
         if self._made is not None and self._made.take_written() and group.rank == 0:
             logger.warning(
                 "the loop writes a copy of the model (an EMA, say) that elche does not "
-                "know of: in windows each rank has a model of its own, so the copies "
-                "differ between ranks; hand it over: elche.setup(..., copies=[...]), "
-                "or use torch.optim.swa_utils.AveragedModel, which follows the run"
+                "know: in windows each rank has its own model, so the copies differ "
+                "between ranks; pass it to elche.setup(..., copies=[...]), or use "
+                "torch.optim.swa_utils.AveragedModel, which follows the run"
             )
         for copy in self._others:
             for tensor in (*copy.parameters(), *copy.buffers()):  # one may be large
@@ -190,10 +190,10 @@ class ModelCopies:
         if is_missing and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "other ranks have updated an AveragedModel in this epoch, and this one "
-                "has not: updates follow only the batches of ranks whose loops call "
-                "update_parameters, so call it on every rank; where policy 'auto' may "
-                "leave a rank out, hand it over: elche.setup(..., copies=[...])"
+                "other ranks have updated an AveragedModel in this epoch, and this "
+                "one has not: updates follow only the batches of ranks whose loops "
+                "call update_parameters, so call it on every rank; where policy "
+                "'auto' may leave a rank out, pass it: elche.setup(..., copies=[...])"
             )
 
     def _puts_off(self, copy: AveragedModel, model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.windows.synchroniser import Synchroniser
 
-WHAT = "settling what a lost rank left open"
+WHAT = "settling a lost rank's open work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Regrouping:
         self.has_joined = any(are_new)
         if self.has_joined:
             if all(are_new):
-                raise CommunicationError("all who held the run's state have died")
+                raise CommunicationError("all ranks with the run's state have died")
             order.share_generators(group)
             self._hand_over(group, are_new.index(0), worker.is_new)
             worker.is_new = False
@@ -151,14 +151,14 @@ class Regrouping:
             return
         emit = self._notifications.emit
         if new:
-            emit(f"elche: {_named(new)} joined: going on with {_named(now)}")
+            emit(f"elche: {_named(new)} joined: continuing with {_named(now)}")
         if dead := [rank for rank in gone if rank in self._worker.dead]:
             emit(
-                f"elche: {_named(dead)} died: going on with {_named(now)}; what was "
-                "not committed is trained on again"
+                f"elche: {_named(dead)} died: continuing with {_named(now)}; "
+                "uncommitted batches are trained again"
             )
         if left := [rank for rank in gone if rank not in dead]:
-            emit(f"elche: {_named(left)} left: going on with {_named(now)}")
+            emit(f"elche: {_named(left)} left: continuing with {_named(now)}")
         if len(now) < self._min_ranks:
             emit(f"elche: pausing until {self._min_ranks} ranks are there")
 

@@ -309,10 +309,10 @@ class GradientOrder:
         """
         index = min(self.late)
         raise ConfigError(
-            f"{self._names[index]} got {self.came[index]} gradients in this "
-            "backward pass and at most one in the first, the others too late for "
-            "the reduction; activation checkpointing needs use_reentrant=False "
-            "where a layer is used once in some batches and several times in others"
+            f"{self._names[index]} got {self.came[index]} gradients in this backward "
+            "pass but at most one in the first, so the later ones missed the "
+            "reduction; activation checkpointing needs use_reentrant=False where the "
+            "number of uses of a layer differs between batches"
         )
 
 

@@ -77,7 +77,7 @@ def _train(found: Found, task: Task, kind: str) -> None:
             take_step(model, optimizer, x, y)
             average.update_parameters(model)
             scheduler.step()
-            steps.append(index.tolist() if run.samples_in_hand else [])
+            steps.append(index.tolist() if run.current_samples else [])
             leaves = kind == "break" and elche.rank() == 2 and epoch == 1
             if leaves and len(steps) == STEPS // 2:
                 break

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elche.comm.transport.host_exchange import spans_hosts
-from elche.coordination.sync.left_out import LeftOutRanks, _Exclusion
+from elche.coordination.sync.left_out import ExcludedRanks, _Exclusion
 from tests.distributed.cases.counting import rows_of
 from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.step_deaths import (
@@ -260,11 +260,11 @@ def test_a_death_while_a_rank_is_left_out(
     That the last rank brings nothing is not measured here.
     """
 
-    def shorter(left_out: LeftOutRanks, step_s: float) -> _Exclusion | None:
+    def shorter(left_out: ExcludedRanks, step_s: float) -> _Exclusion | None:
         may_be = 3 in left_out._members
         return _Exclusion((3,), 1.0, 0.1) if may_be and not left_out.ranks else None
 
-    monkeypatch.setattr(LeftOutRanks, "_shorter", shorter)
+    monkeypatch.setattr(ExcludedRanks, "_shorter", shorter)
     options = {"leave_out": True, "epochs": 3}
     more = {"samples": 480, "epochs": 3, "step_s": 0.03}
     death = Death(victim, place, at)

@@ -82,7 +82,7 @@ def train(task: Task, way: str, n: int) -> Counted:
 def _train(found: Counted, model: Any, optimizer: Any, batches: Any, most: int) -> None:
     for number, (x, y, index, _) in enumerate(batches):
         run = current_run()
-        if run is None or run.samples_in_hand:
+        if run is None or run.current_samples:
             found.seen += index.tolist()
         found.progress.append(elche.progress_steps())
         take_step(model, optimizer, x, y)

@@ -112,7 +112,7 @@ def is_ended_by_a_death(sim: Simulation) -> bool:
     reasons = {
         abort.reason
         for rank, abort in history.aborts.items()
-        if not sim.is_turned_away(rank)
+        if not sim.is_rejected(rank)
     }
     for reason in reasons:
         assert any(name in reason for name in names), reason
@@ -129,7 +129,7 @@ def check_outlived(sim: Simulation) -> None:
         return
     history, run = sim.history, sim.cluster.run
     dead = {rank for rank, sums in history.ranks.items() if sums.has_died}
-    late = {rank for rank in history.ranks if sim.is_turned_away(rank)}
+    late = {rank for rank in history.ranks if sim.is_rejected(rank)}
     assert history.finished == set(history.ranks) - dead - late
     batches = frozenset(range(BatchSizes(run.sizes).num_batches))
     for epoch in range(run.epochs if history.finished else 0):

@@ -237,14 +237,14 @@ def test_progress_counts_each_part_of_an_epoch_once() -> None:
 def begun(cluster: Cluster, rates: str) -> tuple[Simulation, list[BeginEpoch]]:
     """A run in which ranks say so of their optimizers; how its epochs began."""
     sim = Simulation(cluster, Watch(details=True))
-    hear = sim.hear
+    receive = sim.receive
 
     def listen(event: Event) -> None:
         if isinstance(event, EpochOpened):
             event = replace(event, rates=rates.format(rank=event.rank))
-        hear(event)
+        receive(event)
 
-    sim.hear = listen  # type: ignore[method-assign]
+    sim.receive = listen  # type: ignore[method-assign]
     sim.run()
     return sim, told(sim, BeginEpoch)
 

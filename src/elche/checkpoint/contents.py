@@ -18,10 +18,10 @@ from elche.torch_internals.groups import COMPILED_MODULE as _INNER
 from elche.torch_internals.passes import is_compiled
 
 if TYPE_CHECKING:
-    from elche.checkpoint.handed_over import HandedOver
+    from elche.checkpoint.state_transfer import ReceivedState
     from elche.checkpoint.store import Checkpoint
 
-    SavedState: TypeAlias = Checkpoint | HandedOver
+    SavedState: TypeAlias = Checkpoint | ReceivedState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

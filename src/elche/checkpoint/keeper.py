@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from elche.checkpoint.contents import Contents
-from elche.checkpoint.handed_over import packed, refused, send, unpacked
 from elche.checkpoint.saved_run import SavedContents, SavedRun
+from elche.checkpoint.state_transfer import packed, refused, send, unpacked
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.comm.transport.process_group import Group
@@ -251,7 +251,7 @@ class CheckpointKeeper(Pauses):
         return self._passes - 1 if self.counts_epochs else 0
 
     @override
-    def hand_over(self, group: Group, source: int, is_new: bool) -> None:
+    def send_state(self, group: Group, source: int, is_new: bool) -> None:
         run, messages = self._run, None
         assert isinstance(run, Run), "ranks join a run of several"
         if group.rank == source:
@@ -260,8 +260,8 @@ class CheckpointKeeper(Pauses):
             try:
                 if not self.counts_epochs:
                     raise ConfigError("the other ranks do not loop over elche.epochs()")
-                told = run.epochs.hand_over()
-                messages = packed(self._contents().capture(loop), told)
+                epochs = run.epochs.joining_state()
+                messages = packed(self._contents().capture(loop), epochs)
             except Exception as error:  # ends the joining rank only
                 logger.exception("a rank cannot join the run")
                 messages = refused(str(error))
@@ -271,7 +271,7 @@ class CheckpointKeeper(Pauses):
             contents = self._contents()
             assert isinstance(contents, Contents), "of a run on several ranks"
             shared = contents.load(found)
-            run.take_over(shared["run"], shared["epochs"], found.manifest.info)
+            run.adopt_state(shared["run"], shared["epochs"], found.manifest.info)
             loop = shared["loop"]
             if loop["count"] != self._count:  # the first to finish would end the run
                 raise MismatchError(
@@ -279,9 +279,9 @@ class CheckpointKeeper(Pauses):
                     f"epochs, the other ranks' loops have {loop['count']}: give "
                     "elche.epochs the same number on every rank"
                 )
-            self._go_on_in(loop)
+            self._continue_loop(loop)
 
-    def _go_on_in(self, loop: Mapping[str, int]) -> None:
+    def _continue_loop(self, loop: Mapping[str, int]) -> None:
         """Continues the user's loop at another rank's position."""
         self.is_active = self._is_resumed = True
         self._epoch, self._passes = loop["epoch"], 0
@@ -417,7 +417,7 @@ class CheckpointKeeper(Pauses):
             return False
         shared = self._contents().load(found)
         run.resume(shared["run"], shared["epochs"])
-        self._go_on_in(shared["loop"])
+        self._continue_loop(shared["loop"])
         if run.rank == 0:
             done = run.described()
             what = "samples" if "samples" in done else "steps"

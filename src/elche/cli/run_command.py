@@ -113,8 +113,8 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
         RestartConfig(**options),
         lambda line: click.echo(f"elche run: {line}", err=True),
     )
-    if said := _failure_line(result, config.world_size):
-        click.echo(f"elche run: {said}", err=True)
+    if failure := _failure_line(result, config.world_size):
+        click.echo(f"elche run: {failure}", err=True)
     sys.exit(result.exit_code)
 
 

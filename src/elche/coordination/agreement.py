@@ -108,23 +108,23 @@ def what_differs(joins: Sequence[Join]) -> str:
     for join in joins[1:]:
         sizes = first.world_size, join.world_size
         if sizes[0] != sizes[1]:
-            said = f"rank 0 has {sizes[0]}, rank {join.rank} has {sizes[1]}"
-            return f"world size differs: {said}"
+            diff = f"rank 0 has {sizes[0]}, rank {join.rank} has {sizes[1]}"
+            return f"world size differs: {diff}"
         if join.settings == first.settings and join.tensors == first.tensors:
             continue
-        said = _difference(dict(first.settings), dict(join.settings), join.rank)
-        if said:
-            said += "; give the same on every rank"
-            return f"configuration differs between ranks: {said}"
+        diff = _difference(dict(first.settings), dict(join.settings), join.rank)
+        if diff:
+            diff += "; give the same on every rank"
+            return f"configuration differs between ranks: {diff}"
         one, other = (
             {name: f"{shape} {dtype}" for name, shape, dtype in each.tensors}
             for each in (first, join)
         )
-        if said := _difference(one, other, join.rank):
-            said += "; build the same model on every rank"
+        if diff := _difference(one, other, join.rank):
+            diff += "; build the same model on every rank"
         else:
-            said = f"rank 0 and rank {join.rank} hold the same tensors in another order"
-        return f"the model differs between ranks: {said}"
+            diff = f"rank 0 and rank {join.rank} hold the same tensors in another order"
+        return f"the model differs between ranks: {diff}"
     return ""
 
 

@@ -174,7 +174,7 @@ def test_a_result_of_another_rank_keeps_steps_that_are_numbers(
     moved(parameter, by)
     averager.snapshot(1.0)
     moved(parameter, 1.0)
-    averager.hand_over(Bus(2).group(0), 1, plan(), lacks=True, keeps=True)
+    averager.copy_result(Bus(2).group(0), 1, plan(), lacks=True, keeps=True)
     assert parameter.tolist() == [held, held]
 
 

@@ -75,14 +75,14 @@ def test_an_epoch_ends_and_goes_on_as_it_was(calls: str) -> None:
     for _ in range(2):
         assert (life.is_draining, life.is_final) == (bool(calls), False)
         with pytest.raises(TransitionError, match="an epoch cannot continue"):
-            life.go_on()
+            life.reopen()
         life.end()
         assert (life.is_draining, life.is_final) == (bool(calls), True)
         with pytest.raises(TransitionError, match="a window cannot be the last one"):
             life.end()
         with pytest.raises(TransitionError, match="rank 0 cannot leave its loop"):
             life.leave(0)
-        life.go_on()
+        life.reopen()
     assert life.left == {1 for _ in calls.split()}
 
 

@@ -78,7 +78,7 @@ def _train(
             seen.append([])
             for batch in ours:
                 run = current_run()
-                if run is not None and run.samples_in_hand:
+                if run is not None and run.current_samples:
                     seen[-1] += batch[:, 0].int().tolist()
                 model(batch).mean().backward()
                 optimizer.step()

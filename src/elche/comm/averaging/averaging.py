@@ -123,7 +123,7 @@ class Averager:
         return not self._has_given_up
 
     @torch.no_grad()
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
         """Copies a result to the ranks that lack it; collective, in a new group.
@@ -142,12 +142,12 @@ class Averager:
         received = [
             each.receive(group, source, rule, lacks=lacks) for each in self._groups
         ]
-        self._buffers.hand_over(group, source, plan, lacks=lacks)
+        self._buffers.copy_result(group, source, plan, lacks=lacks)
         if lacks:  # only now, when everything has arrived
             for parameters, (base, momentum) in zip(
                 self._groups, received, strict=True
             ):
-                parameters.take_over(base, momentum, keeps=keeps)
+                parameters.adopt_result(base, momentum, keeps=keeps)
             self._end(is_own=False)
 
     def reconnect(self, group: Group) -> None:

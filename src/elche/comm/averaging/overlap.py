@@ -47,7 +47,7 @@ class _Phase(Enum):
     ``adopt``                                BEGUN                       IDLE
     ``rebase``                               IDLE, TAKEN, UNSENT         IDLE
     ``connect``, after a failed reduction    TAKEN, UNSENT, SENT, BEGUN  UNSENT
-    ``hand_over``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
+    ``copy_result``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
     =======================================  ==========================  ======
 
     ``connect`` does not change IDLE; any other call out of order is refused.
@@ -106,14 +106,14 @@ class OverlappedAverager(Averager):
             self._phase = _Phase.UNSENT
 
     @torch.no_grad()
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """See `Averager.hand_over`; a rank with a non-finite drift keeps no steps."""
+        """See `Averager.copy_result`; a rank with a non-finite drift keeps no steps."""
         if lacks:
-            self._expect("hand_over", _Phase.SENT, _Phase.UNSENT, _Phase.BEGUN)
+            self._expect("copy_result", _Phase.SENT, _Phase.UNSENT, _Phase.BEGUN)
         keeps = keeps and self._is_finite
-        super().hand_over(group, source, plan, lacks=lacks, keeps=keeps)
+        super().copy_result(group, source, plan, lacks=lacks, keeps=keeps)
         if lacks:
             self._phase = _Phase.IDLE
 

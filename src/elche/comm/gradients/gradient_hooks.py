@@ -232,7 +232,7 @@ def _at_end(call: Callable[[], None]) -> None:
     # pass executes at least one of the next nodes.
     handles: list[RemovableHandle] = []
 
-    def go_on(gradients: Any) -> None:
+    def on_gradient(gradients: Any) -> None:
         while handles:
             handles.pop().remove()
             if not handles:
@@ -240,7 +240,7 @@ def _at_end(call: Callable[[], None]) -> None:
 
     for node, _ in around.next_functions:
         if node is not None:
-            handles.append(node.register_prehook(go_on))
+            handles.append(node.register_prehook(on_gradient))
 
 
 def _remove(handles: list[Any]) -> None:

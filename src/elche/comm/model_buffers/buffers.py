@@ -139,7 +139,7 @@ class BufferAverager:
         self._watch.mark()
 
     @torch.no_grad()
-    def go_on_in(self, group: Group, source: int | None, *, lacks: bool) -> None:
+    def continue_in(self, group: Group, source: int | None, *, lacks: bool) -> None:
         """Continues in the group of the survivors; a collective call.
 
         Args:
@@ -148,10 +148,10 @@ class BufferAverager:
             lacks: True if this rank lacks that average.
         """
         if source is not None:
-            self._hand_over(group, source, lacks=lacks)
+            self._copy_result(group, source, lacks=lacks)
         self._group, self._exchange = group, None
 
-    def _hand_over(self, group: Group, source: int, *, lacks: bool) -> None:
+    def _copy_result(self, group: Group, source: int, *, lacks: bool) -> None:
         """Copies the last average to ranks that lack it; a collective call."""
         held = json.dumps([sorted(self._last), sorted(self._known.own)])
         came, own = json.loads(gather_texts(group, held, HANDING_OVER)[source])

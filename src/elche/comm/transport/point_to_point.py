@@ -84,7 +84,7 @@ class PointToPoint:
             message = inbox.take(tag)
             self._mailbox.room.notify_all()
         if self.devices is not None:
-            self.devices.hand_over(message.tensors)
+            self.devices.mark_used(message.tensors)
         return message
 
     def send(self, address: Address, message: Message, timeout_s: float) -> None:

@@ -95,8 +95,8 @@ class Part:
     @property
     def weight(self) -> float:
         """Weight in the mean: the one its rank reported, or its samples."""
-        said = None if self.closed is None else self.closed.weight
-        return float(self.samples) if said is None or not self.samples else said
+        by_user = None if self.closed is None else self.closed.weight
+        return float(self.samples) if by_user is None or not self.samples else by_user
 
 
 class WindowBook:
@@ -169,7 +169,7 @@ class WindowBook:
         part.closed = event
         self._open -= 1
 
-    def tell_again(self) -> None:
+    def reopen_closing(self) -> None:
         """Reopens closing windows, so that `CloseWindow` is sent again at the end."""
         for rank in self.parts:
             part = self.part(rank)

@@ -121,11 +121,11 @@ class Arguments:
         for name, structure in self.structures.items():
             if name not in given and not _count(structure):
                 continue
-            found, told = flatten(given.pop(name, None), f"the argument {name}")
-            if told != structure:
+            found, form = flatten(given.pop(name, None), f"the argument {name}")
+            if form != structure:
                 raise ConfigError(
                     f"the model's argument {name} differs in form from the sample's: "
-                    f"got {_shown(told)}, the sample has {_shown(structure)}; pass "
+                    f"got {_shown(form)}, the sample has {_shown(structure)}; pass "
                     "the same form"
                 )
             tensors += found

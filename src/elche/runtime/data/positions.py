@@ -152,8 +152,8 @@ def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -
     if len(first) == 2 * length + SPARE:
         torch.set_rng_state(state)
         _ENDLESS.add(loader)
-        said = "elche: the loader's sampler is endless: an epoch is len() = %d batches"
-        logger.warning(said, length)
+        text = "elche: the loader's sampler is endless: an epoch is len() = %d batches"
+        logger.warning(text, length)
         del first[length:]
     return first[:most]
 

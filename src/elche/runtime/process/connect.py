@@ -131,21 +131,21 @@ def _find_under_torchrun(
             )
         if placement.rank == 0:
             address, key = _start_beside(placement)
-            told = f"{format_address(*address)}/{key.hex()}"
+            entry = f"{format_address(*address)}/{key.hex()}"
             if len(hosts) == 1:
-                told = _hide(told)
-            store.set("coordinator", told)
+                entry = _hide(entry)
+            store.set("coordinator", entry)
         store.wait(["coordinator"], timedelta(seconds=timeout_s))
-        told = store.get("coordinator").decode()
+        entry = store.get("coordinator").decode()
         if len(hosts) == 1:
-            told = _read_hidden(told)
+            entry = _read_hidden(entry)
     except CommunicationError:  # the coordinator's own, which is a RuntimeError too
         raise
     except (RuntimeError, OSError) as error:
         raise CommunicationError(
             f"rank {placement.rank}: the rendezvous at {name} failed: {error}"
         ) from error
-    where, _, secret = told.partition("/")
+    where, _, secret = entry.partition("/")
     _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)
     return _found[name]
 

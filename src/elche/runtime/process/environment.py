@@ -120,8 +120,8 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
         device = torch.device("cuda", local % count) if count else torch.device("cpu")
     coordinator = None
     if "ELCHE_COORDINATOR" in environment:
-        told = environment["ELCHE_COORDINATOR"]
-        coordinator = parse_address(told, "ELCHE_COORDINATOR")
+        address = environment["ELCHE_COORDINATOR"]
+        coordinator = parse_address(address, "ELCHE_COORDINATOR")
     return Placement(
         rank=rank,
         world_size=world_size,

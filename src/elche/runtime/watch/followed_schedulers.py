@@ -268,7 +268,7 @@ def check_scheduler(scheduler: object) -> None:
 
 def mean_of(worker: Worker, metric: float) -> float:
     """The mean of a metric over all ranks; called by all of them."""
-    worker.regroup_if_told()
+    worker.regroup_if_due()
     total = torch.tensor(metric, dtype=torch.float64, device="cpu")
     worker.group.all_reduce(total, "agreeing on the metric of a scheduler")
     return total.item() / worker.group.world_size

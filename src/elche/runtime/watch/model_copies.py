@@ -70,10 +70,10 @@ class ModelCopies:
             if isinstance(copy, AveragedModel)
         ]
         self._others = [c for c in copies if not isinstance(c, AveragedModel)]
-        self._in_hand = 0
+        self._current = 0
         self._epoch = 1, 1
         self._updated: set[int] = set()
-        self._handed_over = {id(copy) for copy in copies}
+        self._known_ids = {id(copy) for copy in copies}
         self._has_warned = False
         self.is_in_steps = self.has_unknown = False
         self._original: Callable[[AveragedModel, Any], None] | None = None
@@ -124,7 +124,7 @@ class ModelCopies:
 
     def begin_batch(self, samples: int) -> None:
         """Records the samples of the current batch of a window; 0: there is none."""
-        self._in_hand = samples
+        self._current = samples
 
     def closed(self, *, is_finite: bool) -> tuple[int, ...]:
         """Ends this rank's window; returns the samples that updated each copy."""
@@ -198,8 +198,8 @@ class ModelCopies:
 
     def _puts_off(self, copy: AveragedModel, model: nn.Module) -> bool:
         """Defers an update of a copy; returns False if it is to be made now."""
-        if not self._in_hand:
-            is_known = id(copy) in self._handed_over
+        if not self._current:
+            is_known = id(copy) in self._known_ids
             self.has_unknown |= self.is_in_steps and not is_known
             return False
         known = next((e for e in self._averaged if e.copy() is copy), None)
@@ -209,7 +209,7 @@ class ModelCopies:
             known = _Averaged(weakref.ref(copy), model)
             self._averaged.append(known)
         known.source = model
-        known.samples += self._in_hand
+        known.samples += self._current
         known.is_called = True
         return True
 

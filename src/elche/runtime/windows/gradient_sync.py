@@ -217,7 +217,7 @@ class GradientSync(WindowSync):
         return self._window.is_summed and self._buffers.is_summed
 
     @override
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
         """Copies the last common step's result to the ranks that lack it.
@@ -228,7 +228,7 @@ class GradientSync(WindowSync):
         own = self._own_rates()
         try:
             take_step(group, self._parameters, self._optimizer, source)
-            self._buffers.hand_over(group, source, plan, lacks=lacks)
+            self._buffers.copy_result(group, source, plan, lacks=lacks)
         except RankLostError as error:
             raise CommunicationError(
                 "a second rank died while ranks copied a common step from another: "

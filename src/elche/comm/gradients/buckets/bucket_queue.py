@@ -166,10 +166,10 @@ class BucketQueue:
         for bucket in self.buckets:
             bucket.settle(keeps=keeps)
 
-    def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
+    def adopt_sums(self, group: Group, source: int, *, lacks: bool) -> None:
         """Copies the last sums to ranks that lack them; collective in a new group."""
         for bucket in self.buckets:
-            bucket.take_over(group, source, lacks=lacks)
+            bucket.adopt_sums(group, source, lacks=lacks)
         for bucket in self.buckets if lacks else ():
             bucket.finish(self.side)
 

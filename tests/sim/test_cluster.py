@@ -189,5 +189,5 @@ def test_a_wrong_curve_is_named(curve: Any, said: str) -> None:
 
 
 def test_a_curve_holds_the_fixed_time() -> None:
-    with pytest.raises(ConfigError, match="no seconds_per_batch"):
+    with pytest.raises(ConfigError, match="omit seconds_per_batch"):
         read_cluster(with_curve([[1, 0.1], [2, 0.2]], seconds_per_batch=0.1))

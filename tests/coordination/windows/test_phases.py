@@ -48,7 +48,7 @@ def test_a_window_goes_from_phase_to_phase_and_no_other_way(
 def test_a_rank_closes_an_open_window_once(calls: str) -> None:
     book = WindowBook([0, 1], 0)
     book.parts[0] = follow(calls)
-    with pytest.raises(ProtocolError, match="rank 0 closes window 0, expected once"):
+    with pytest.raises(ProtocolError, match="rank 0 closes window 0, expected to"):
         book.close(CLOSED)
 
 

@@ -158,7 +158,7 @@ class WindowBook:
         if part is None or not part.is_open or event.window != self.window:
             raise ProtocolError(
                 f"rank {event.rank} closes window {event.window}, expected to close "
-                f"{self.window} once"
+                f"window {self.window} once"
             )
         if event.weight is not None and not 0.0 <= event.weight < math.inf:
             raise ProtocolError(

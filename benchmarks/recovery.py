@@ -78,14 +78,14 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
 
         setattr(owner, name, wrapped)
 
-    hear_of = Worker.hear_of
+    note_regroup = Worker.note_regroup
 
     def heard(worker: Worker, *regroups: Any) -> None:
-        hear_of(worker, *regroups)
+        note_regroup(worker, *regroups)
         if len(worker.members) < worker.world_size:
             times.setdefault("heard", time.monotonic())
 
-    Worker.hear_of = heard  # type: ignore[method-assign]
+    Worker.note_regroup = heard  # type: ignore[method-assign]
     note(Regrouping, "meet", "formed")
     note(StepGroups, "settle", "formed")
     model, optimizer, loader = elche.setup(

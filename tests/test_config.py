@@ -82,7 +82,7 @@ def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
 def test_fixed_shares_are_refused_under_windows(policy: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{policy}' hands every rank batches of"):
+    with pytest.raises(ConfigError, match=f"'{policy}' leases whole batches, of"):
         RunConfig(policy=policy, shares="fixed")
     with pytest.raises(
         ConfigError, match="unknown shares 'equal'; expected one of: auto"
@@ -104,7 +104,7 @@ def test_a_codec_chosen_by_the_link_is_refused_with_what_to_write() -> None:
         ({"policy": "sync", "update": "parameters"}, "'sync' .* has no windows"),
         (
             {"policy": "cadence", "update": "gradients", "codec": "bf16"},
-            "windows of update='gradients' sum theirs as they are",
+            "update='gradients' sums uncompressed gradients",
         ),
         ({"policy": "sync", "outer": "slowmo"}, "leave windows= out, or choose"),
         (

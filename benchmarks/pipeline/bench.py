@@ -241,7 +241,7 @@ def _check(result: LaunchResult, out: Path) -> None:
     for rank in own:
         path = out / f"stderr-{rank}.txt"
         said = path.read_text(errors="replace") if path.exists() else ""
-        lines += [f"--- the last that rank {rank} said ---"]
+        lines += [f"--- last output of rank {rank} ---"]
         lines += said.splitlines()[-STDERR_TAIL_LINES:] or ["(nothing)"]
     raise RemoteRankError("\n".join(lines), own[0])
 

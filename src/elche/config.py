@@ -114,9 +114,8 @@ class RunConfig(SettingsGroup):
         is_sync = self.policy in ("sync", DELAYED_SYNC)
         if self.shares == "fixed" and not is_sync:
             raise ConfigError(
-                f"policy {self.policy!r} hands every rank batches of its own, of which "
-                "no column stays on a rank; leave shares='fixed' out, or choose policy "
-                "'sync'"
+                f"policy {self.policy!r} leases whole batches, of which no column "
+                "stays on a rank; leave shares='fixed' out, or choose policy 'sync'"
             )
         if is_sync and windows != WindowConfig():
             raise ConfigError(
@@ -133,8 +132,8 @@ class RunConfig(SettingsGroup):
         if self.codec != "fp32" and self.sums_gradients:
             raise ConfigError(
                 f"codec {self.codec!r} is for averaged parameters and for policy "
-                "'sync', and windows of update='gradients' sum theirs as they are; "
-                "leave codec out, or update='gradients'"
+                "'sync', but update='gradients' sums uncompressed gradients; leave "
+                "codec out, or update='gradients'"
             )
         if self.policy == "auto" and windows.update != "auto":
             raise ConfigError(

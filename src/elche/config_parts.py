@@ -209,8 +209,8 @@ _FORMER = {
     },
 }
 REMOVED = {
-    "micro_batches": "micro_batches= is no setting any more: elche.Trainer runs what "
-    "exceeds max_samples in micro-batches, a loop of your own does not",
+    "micro_batches": "micro_batches= was removed: elche.Trainer runs what exceeds "
+    "max_samples in micro-batches, a loop of your own does not",
     "checkpoint_every_epochs": "checkpoint_every_epochs= was removed: on_checkpoint= "
     "is called at the end of every epoch, with its number",
     "on_window_end": "on_window_end= was removed: elche.metrics() returns the windows "

@@ -189,7 +189,7 @@ def test_a_rank_left_out_and_back_brings_no_new_sizes() -> None:
     noise = random.Random(0)
     for _epoch in range(60):
         for left_out in ((), (2,)):
-            shares.leave_out(left_out)
+            shares.exclude(left_out)
             split = shares.sizes(256)
             sizes.add(split[0])
             busy_s = [

@@ -69,7 +69,7 @@ def test_the_policy_follows_ranks_and_link(
     speeds: tuple[float, ...], sync_s: float, expected: str
 ) -> None:
     choice = Chooser().choose(cluster(*speeds, sync_s=sync_s))
-    assert (choice.policy, choice.left_out) == (expected, ())
+    assert (choice.policy, choice.excluded) == (expected, ())
     assert choice.reason.startswith(f"{expected} on ")
 
 
@@ -98,11 +98,11 @@ def test_the_first_choice_is_near_the_best_and_above_one_device(
     best = max((predict(p, measured) for p in POLICIES), key=lambda each: each.goodput)
     least = best.goodput if found.policy != "sync" else at_worst(best)
     assert found.goodput * (1.0 + MARGIN) ** 2 >= least
-    kept = [r for r in range(measured.world_size) if r not in choice.left_out]
+    kept = [r for r in range(measured.world_size) if r not in choice.excluded]
     fleet = Fleet(measured, kept, drops=True)
     assert found == fleet.predict(choice.policy, len(kept))
     slowest_kept = max(measured.batch_s(rank) for rank in kept)
-    assert all(measured.batch_s(rank) >= slowest_kept for rank in choice.left_out)
+    assert all(measured.batch_s(rank) >= slowest_kept for rank in choice.excluded)
 
 
 @pytest.mark.reaches("sync", "others")
@@ -174,15 +174,15 @@ def test_sync_is_left_for_the_fastest_rank_alone_only_by_the_margin() -> None:
     chooser.fix_update("gradients")
     choice = chooser.choose(cluster(1.0, 1.0, sync_s=0.0339))
     assert 0.98 < choice.prediction.goodput < 0.99
-    assert choice.left_out == ()
+    assert choice.excluded == ()
     choice = chooser.choose(cluster(1.0, 1.0, sync_s=0.036))
-    assert choice.left_out == (1,)
+    assert choice.excluded == (1,)
 
 
 def test_all_ranks_take_part_where_none_may_be_left_out() -> None:
     measured = cluster(1.0, 1.0, 0.002, sync_s=0.006)
     choice = Chooser(leaves_out=False).choose(measured)
-    assert choice.left_out == ()
+    assert choice.excluded == ()
     assert choice.prediction.world_size == 3
 
 
@@ -190,9 +190,9 @@ def test_all_ranks_take_part_where_none_may_be_left_out() -> None:
 def test_ranks_that_cost_more_than_they_bring_are_left_out(slow: int) -> None:
     speeds = [1.0, 0.9, 0.8] + [0.002] * slow
     choice = Chooser().choose(cluster(*speeds, sync_s=0.02))
-    assert choice.left_out == tuple(range(3, 3 + slow))
-    assert "left out: rank 3" in choice.reason
-    assert ", which would slow it (with all ranks predicted " in choice.reason
+    assert choice.excluded == tuple(range(3, 3 + slow))
+    assert "excluded: rank 3" in choice.reason
+    assert ", which would slow the run (predicted with all " in choice.reason
     assert choice.prediction.world_size == 3
 
 
@@ -200,7 +200,7 @@ def test_one_device_alone_is_named_as_that_whatever_policy_carries_it_out() -> N
     choice = Chooser().choose(cluster(1.0, 0.02, sync_s=2.0))
     assert (choice.policy, choice.carried_out_by) == ("sync", "async")
     assert choice.reason.startswith("training on one device alone: predicted 1.00 ")
-    assert "left out: rank 1, which would slow it (with all ranks" in choice.reason
+    assert "excluded: rank 1, which would slow the run (predicted" in choice.reason
     assert (
         Chooser().choose(cluster(1.0, sync_s=0.0)).reason.startswith("sync on 1 rank: ")
     )
@@ -208,23 +208,23 @@ def test_one_device_alone_is_named_as_that_whatever_policy_carries_it_out() -> N
 
 def test_a_rank_that_becomes_slow_is_left_out_and_comes_back() -> None:
     chooser = Chooser()
-    assert chooser.choose(cluster(1.0, 1.0, sync_s=0.006)).left_out == ()
-    assert chooser.choose(cluster(1.0, 0.002, sync_s=0.006)).left_out == (1,)
-    assert chooser.choose(cluster(1.0, 1.0, sync_s=0.006)).left_out == ()
+    assert chooser.choose(cluster(1.0, 1.0, sync_s=0.006)).excluded == ()
+    assert chooser.choose(cluster(1.0, 0.002, sync_s=0.006)).excluded == (1,)
+    assert chooser.choose(cluster(1.0, 1.0, sync_s=0.006)).excluded == ()
 
 
 def test_another_number_of_ranks_is_a_new_choice() -> None:
     chooser = Chooser()
     chooser.choose(cluster(1.0, 0.002, sync_s=0.006))
     choice = chooser.choose(cluster(1.0, 1.0, 1.0, sync_s=0.006))
-    assert choice.left_out == ()
+    assert choice.excluded == ()
 
 
 def test_a_large_fleet_leaves_out_by_jumps_and_says_how_many() -> None:
     speeds = [1.0 + 0.001 * (rank % 97) for rank in range(990)] + [1e-4] * 10
     choice = Chooser().choose(cluster(*speeds, sync_s=0.5, sync_batch_size=32_000))
-    assert choice.left_out == tuple(range(990, 1000))
-    assert "left out: rank 990, 991, 992, 993 and 6 more" in choice.reason
+    assert choice.excluded == tuple(range(990, 1000))
+    assert "excluded: rank 990, 991, 992, 993 and 6 more" in choice.reason
 
 
 def test_a_choice_costs_a_hundred_lines_for_each_rank() -> None:

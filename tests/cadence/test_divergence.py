@@ -109,7 +109,7 @@ def test_one_spike_holds_the_anchor_and_moves_nothing() -> None:
     guard = settled()
     spike, *after = feed(guard, [10 * LEVEL, *[LEVEL] * 20])
     assert spike.hold
-    assert "no longer windows until that is clear" in spike.reason
+    assert "windows do not grow until that is clear" in spike.reason
     assert [verdict.hold for verdict in after] == [False] * 20
     assert nudges(after) == []
 

@@ -145,7 +145,7 @@ def test_large_micro_batched_splits_are_exact(fleet: Fleet) -> None:
 
 
 def test_a_split_beyond_all_caps_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the caps to be 9 together, got 8: \[3, 5"):
+    with pytest.raises(ConfigError, match=r"sum to 9, got a sum of 8: \[3, 5"):
         split_for_makespan(9, [1.0, 1.0], [0.0, 0.0], 1, [3, 5])
 
 
@@ -178,7 +178,7 @@ def test_shares_are_exact_and_fit_or_are_refused(
     size = len(caps)
     ranks = balancer(*caps, min_share_samples=minimum, accumulates=accumulates)
     if spared & set(range(size)) != set(range(size)):
-        ranks.spare(spared & set(range(size)))
+        ranks.assign_least(spared & set(range(size)))
     for rank, cap in [(0, 10**6), *learned]:
         ranks.limit(rank % size, cap)
         known = ranks.max_samples
@@ -223,13 +223,13 @@ def test_a_batch_that_no_devices_hold_is_refused_with_what_to_do() -> None:
 
 def test_spared_ranks_get_the_least_part_or_what_the_others_cannot_hold() -> None:
     ranks = balancer(None, 12)
-    ranks.spare([0])
+    ranks.assign_least([0])
     assert ranks.sizes(12) == (1, 11)
     assert ranks.sizes(13) == (1, 12)
     assert ranks.sizes(1) == (0, 1)
     assert ranks.sizes(14)[1] <= 12
     assert sum(ranks.sizes(14)) == 14
-    ranks.spare([])
+    ranks.assign_least([])
     assert ranks.sizes(12) == (6, 6)
 
 

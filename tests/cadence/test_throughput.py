@@ -110,7 +110,7 @@ def test_reports_name_the_rank_that_is_wrong() -> None:
     with pytest.raises(ConfigError, match="wall_ms of rank 1 must be finite"):
         check([1, 1], [1.0, math.nan])
     assert check([1, 2], [1e-300, 4.0]) == [(1, 2, 4.0)]
-    with pytest.raises(ConfigError, match="wall_ms of rank 0 is no time"):
+    with pytest.raises(ConfigError, match="wall_ms of rank 0 is not a time"):
         check([1, 1], [1e300, 1.0])
     with pytest.raises(ConfigError, match="batches of rank 0 must be at least 0"):
         check([-1, 1], [1.0, 1.0])

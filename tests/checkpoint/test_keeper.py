@@ -65,7 +65,7 @@ def test_a_file_and_a_damaged_folder_are_said_to_begin_anew(
     for path in (manifest, tmp_path):
         set_up()
         assert not elche.resume(path)
-        assert f"{path} has no whole checkpoint: the run begins anew" in caplog.text
+        assert f"{path} has no complete checkpoint: the run starts" in caplog.text
         elche.shutdown()
     caplog.clear()
     set_up()
@@ -117,7 +117,7 @@ def test_who_does_not_resume_is_told(
     _, _, loader = set_up()
     for _ in range(2):
         list(loader)
-    assert caplog.text.count(f"nothing is resumed from {tmp_path}: this run beg") == 1
+    assert caplog.text.count(f"does not resume from {tmp_path} and starts from") == 1
     caplog.clear()
     _, _, loader = set_up()
     for _ in elche.epochs(1):
@@ -292,11 +292,11 @@ def twice_as(folder: Path) -> None:
     [
         (other_model, MismatchError, "does not fit the model of this script"),
         (others_registered, MismatchError, r"this script has registered \['ema'\]"),
-        (another_scheduler, MismatchError, "holds 0 schedulers, this script hands"),
+        (another_scheduler, MismatchError, "holds 0 schedulers, but this script"),
         (too_late, ConfigError, "before the first epoch, got it after 1"),
         (scheduled, ConfigError, "a scheduler sets the learning rate of Adam"),
-        (second_optimizer, ConfigError, "SGD steps the model beside the optimizer"),
-        (inside_a_plain_loop, ConfigError, "could not say what is left of the"),
+        (second_optimizer, ConfigError, "SGD also steps the model, but elche"),
+        (inside_a_plain_loop, ConfigError, "cannot record the rest of the"),
         (no_state, ConfigError, r"expected object 0 to have state_dict\(\)"),
         (twice_as, ConfigError, "two objects are registered as 'a'"),
         (lambda folder: elche.save(folder), ConfigError, r"elche.save\(\) needs a run"),

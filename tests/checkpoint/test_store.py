@@ -174,7 +174,7 @@ def test_a_rank_that_never_writes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     writer = CheckpointWriter(store, 0, 2, "run", deadline_s=0.1)
     begin(writer, store.next_name(), 1)
-    with pytest.raises(CheckpointError, match=r"rank 1's part did not come within 0.1"):
+    with pytest.raises(CheckpointError, match=r"rank 1's part did not arrive with"):
         writer.wait(WAIT_S)
     writer.close(WAIT_S)
 
@@ -214,7 +214,7 @@ def test_a_flipped_byte_in_any_file(
             file.write_bytes(torn)
             caplog.clear()
             assert content_of(tmp_path, num_ranks=2) == 1.0
-            assert f"passed over: {file.name}" in caplog.text
+            assert f"skipped: {file.name}" in caplog.text
         for cut in (0, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:cut])
             assert content_of(tmp_path, num_ranks=2) == 1.0
@@ -331,7 +331,7 @@ def test_a_manifest_with_a_right_checksum_and_wrong_fields_is_passed_over(
     whole = {"manifest": body, "sha256": manifests._digest(body)}
     path.write_text(json.dumps(whole))
     assert content_of(tmp_path) == 1.0
-    assert "checkpoint-00000002 is damaged, passed over: manifest.json" in caplog.text
+    assert "checkpoint-00000002 is damaged: skipped: manifest.json" in caplog.text
 
 
 @pytest.mark.parametrize("is_complete", [False, True])

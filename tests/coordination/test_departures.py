@@ -97,7 +97,7 @@ def test_a_run_without_a_launcher_or_with_a_default_group_ends() -> None:
         (
             {"limits": LossLimits(changing=(2,))},
             (0, 1, 2),
-            r"ranks [2] are being excluded from steps, or come back",
+            r"ranks [2] are being excluded from steps, or readmitted",
         ),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> Non
     [
         ("cadence", {}, {"tensors": ()}, "the model differs"),
         ("cadence", {}, {"version": 1}, "uses protocol version 1"),
-        ("cadence", {"survive": False}, {}, "none can join survive=False"),
+        ("cadence", {"survive": False}, {}, "no rank can join survive=False"),
     ],
 )
 def test_who_does_not_fit_is_refused_and_the_run_goes_on(

@@ -80,7 +80,7 @@ class DyingCore:
             count = self._told[one.rank] = self._told.get(one.rank, 0) + 1
             stream = self._record.streams.get(one.rank)
             if stream is not None and count % self._acks_every == 0:
-                stream.told.acknowledge(count)
+                stream.pending.acknowledge(count)
         if len(self._journal) >= self._copy_every:
             self._copy = pickle.dumps(self._record)
             self._journal.clear()
@@ -100,9 +100,9 @@ class DyingCore:
         assert now.core.lost == before.core.lost
         assert now.streams.keys() == before.streams.keys()
         for rank, stream in before.streams.items():
-            lacks = stream.told.rest()
+            lacks = stream.pending.rest()
             assert now.streams[rank].taken == stream.taken
-            assert now.streams[rank].told.rest()[-len(lacks) :] == lacks or not lacks
+            assert now.streams[rank].pending.rest()[-len(lacks) :] == lacks or not lacks
 
 
 def dying(core: Coordinator, world_size: int, data: st.DataObject) -> Any:
@@ -210,7 +210,7 @@ def test_it_dies_while_windows_wait_for_ranks(
             "newcomers", FOUNDERS in meeting.members and bool(meeting.members[2].starts)
         )
     dead, calm = meetings
-    assert dead.told == calm.told
+    assert dead.pending == calm.pending
     assert dead.core.aborted is calm.core.aborted is None
 
 
@@ -232,7 +232,7 @@ def test_what_is_no_event_is_remembered_too() -> None:
     assert record.commands == 2
     assert record.streams[0].taken == 2
     for rank in (0, 1):
-        (told,) = record.streams[rank].told.rest()
+        (told,) = record.streams[rank].pending.rest()
         assert isinstance(told, Abort)
         assert told.rank == rank
         assert "rank 1 failed: an error" in told.reason

@@ -263,7 +263,7 @@ def test_it_ends_as_with_torchs_wrapper(ranks2: RankPool, script: str) -> None:
 def test_a_buffer_resized_on_one_rank_is_refused(ranks2: RankPool) -> None:
     for text in ranks2.run(users.caches_of_other_lengths, case_setup=meeting):
         assert text.startswith("the model has other buffers on rank 1 than on rank 0")
-        assert "then the backward pass before was broken off" in text
+        assert "then the last backward pass was interrupted" in text
 
 
 def test_an_empty_batch_counts_nowhere(ranks2: RankPool) -> None:

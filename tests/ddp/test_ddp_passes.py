@@ -44,7 +44,7 @@ def test_passes_equal_one_process(ranks2: RankPool, case: str, cap: float) -> No
         ("accumulated heads", ONE, "ConfigError: .* run one backward for each forward"),
         ("kept", ONE, "ConfigError: a pass of weight . after one of 0 under no_sync"),
         ("hidden", ONE, "ConfigError: .* return tensors, or run backward before"),
-        ("broken", MANY, "CommunicationError: .* broken off on rank [01], or its"),
+        ("broken", MANY, "CommunicationError: .* interrupted on rank [01], or its"),
     ],
 )
 def test_passes_that_cannot_be_weighed_are_refused(

@@ -71,8 +71,8 @@ def test_a_rank_without_work_dies(
 @pytest.mark.parametrize(
     ("death", "says"),
     [
-        (("batch", 12), "trains alone, and no other has its optimizer's state"),
-        (("before building", 2), "which trained alone, has died before the others had"),
+        (("batch", 12), "trains alone, and no other rank has its model"),
+        (("before building", 2), "which trained alone, died before the others had"),
     ],
 )
 def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(

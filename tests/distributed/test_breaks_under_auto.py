@@ -55,7 +55,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
         order: list[int] = []
         in_windows = 0
         for x, y, index, _ in loader:
-            if run.samples_in_hand:
+            if run.current_samples:
                 order += index.tolist()
             take_step(model, optimizer, x, y)
             elche.log_scalar("seen", 1.0)

@@ -92,8 +92,8 @@ def test_new_memory_is_averaged_like_the_old(ranks2: RankPool, policy: str) -> N
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("double", r"0\.weight was laid out otherwise .* is \[32, 6\] float64 on cpu"),
-        ("double between", r"0\.weight .* float64 on cpu now, which is another messag"),
+        ("double", r"layout of 0\.weight has changed .* now \[32, 6\] float64 on cpu"),
+        ("double between", r"0\.weight .* float64 on cpu, which changes its messag"),
     ],
 )
 def test_another_dtype_is_refused(

@@ -77,7 +77,7 @@ def _train(found: Found, task: Task, kind: str) -> None:
             take_step(model, optimizer, x, y)
             average.update_parameters(model)
             scheduler.step()
-            steps.append(index.tolist() if run.samples_in_hand else [])
+            steps.append(index.tolist() if run.current_samples else [])
             leaves = kind == "break" and elche.rank() == 2 and epoch == 1
             if leaves and len(steps) == STEPS // 2:
                 break
@@ -184,7 +184,7 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     assert later == [STEPS, STEPS]
     lines = [line for line in ranks[0].lines if "docs/policies.md" not in line]
     said = [line.partition(":")[2] for line in lines]
-    assert said[0].startswith(" rank 1 left out: steps of")
+    assert said[0].startswith(" rank 1 excluded: steps of")
     assert said[1].startswith(" rank 1 takes part again")
 
 
@@ -230,5 +230,5 @@ def test_a_barrier_in_the_loop_names_the_rank_that_does_not_come(
     ranks2: RankPool,
 ) -> None:
     ranks = ranks2.serve(train, task_of(), kind="barrier")
-    assert "ranks [1] are left out of steps" in ranks[0].error
+    assert "ranks [1] are excluded from steps" in ranks[0].error
     assert "elche.barrier() inside the loop waits for every rank" in ranks[1].error

@@ -61,7 +61,7 @@ def _train(found: Found, task: Task, places: dict[int, tuple[int, str]]) -> None
                 break
             reduction = task.options.get("loss_reduction", "mean")
             F.cross_entropy(model(x), y, reduction=reduction).backward()
-            steps.append(index.tolist() if run.samples_in_hand else [])
+            steps.append(index.tolist() if run.current_samples else [])
             if leaves == "backward":
                 break
             optimizer.step()

@@ -42,7 +42,7 @@ def test_passes_are_weighed_as_their_own_batches(ranks2: RankPool) -> None:
         assert difference(each[0].state, alone(look)) <= 1e-13, look
 
 
-UNCLEAR = "ConfigError: the loop has fetched batches ahead, or skipped some, and elche"
+UNCLEAR = "ConfigError: the loop fetched batches ahead, or skipped some, and elche"
 SWAP = r"ConfigError: .*\bswap the two lines, loss\.backward\(\) first"
 REFUSED = [
     (Look("one ahead", "labels kept"), UNCLEAR),

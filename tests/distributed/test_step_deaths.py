@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elche.comm.transport.host_exchange import spans_hosts
-from elche.coordination.sync.left_out import LeftOutRanks, _Exclusion
+from elche.coordination.sync.left_out import ExcludedRanks, _Exclusion
 from tests.distributed.cases.counting import rows_of
 from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.step_deaths import (
@@ -260,11 +260,11 @@ def test_a_death_while_a_rank_is_left_out(
     That the last rank brings nothing is not measured here.
     """
 
-    def shorter(left_out: LeftOutRanks, step_s: float) -> _Exclusion | None:
+    def shorter(left_out: ExcludedRanks, step_s: float) -> _Exclusion | None:
         may_be = 3 in left_out._members
         return _Exclusion((3,), 1.0, 0.1) if may_be and not left_out.ranks else None
 
-    monkeypatch.setattr(LeftOutRanks, "_shorter", shorter)
+    monkeypatch.setattr(ExcludedRanks, "_shorter", shorter)
     options = {"leave_out": True, "epochs": 3}
     more = {"samples": 480, "epochs": 3, "step_s": 0.03}
     death = Death(victim, place, at)
@@ -285,8 +285,8 @@ def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
     outcomes, lost = run_fenced(4, train, loop)
     assert lost == [0]
     said = str(outcomes[1].error)
-    assert "are being excluded from steps, or come back" in said
-    assert "left out: steps of" in said, "the first rank that lives says so"
+    assert "are being excluded from steps, or readmitted" in said
+    assert "excluded: steps of" in said, "the first rank that lives says so"
 
 
 ORDERED = {"_end_first": 1, "ordered": 1, "_reorder": 1, "built": 4}
@@ -359,7 +359,7 @@ def test_sums_that_accumulate_are_refused_inside_a_pass(tmp_path: Path) -> None:
     outcomes, lost = run_fenced(3, train, loop)
     assert lost == [2]
     said = [str(each.error) for each in outcomes if each.rank != 2]
-    assert all("accumulates gradients, where losses are sums" in s for s in said), said
+    assert all("accumulates gradients of summed losses" in s for s in said), said
 
 
 @pytest.mark.parametrize(

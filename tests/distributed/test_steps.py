@@ -82,7 +82,7 @@ def train(task: Task, way: str, n: int) -> Counted:
 def _train(found: Counted, model: Any, optimizer: Any, batches: Any, most: int) -> None:
     for number, (x, y, index, _) in enumerate(batches):
         run = current_run()
-        if run is None or run.samples_in_hand:
+        if run is None or run.current_samples:
             found.seen += index.tolist()
         found.progress.append(elche.progress_steps())
         take_step(model, optimizer, x, y)
@@ -132,8 +132,11 @@ def test_a_count_of_own_batches_in_windows_says_what_is_owed(
     task = dataclasses.replace(TASK, options={"policy": policy})
     ranks = ranks2.serve(train, task, "one is slow", STEPS)
     (said,) = [rank.error for rank in ranks if rank.error]
-    assert f"has left inside an epoch, after {STEPS} batches of its own" in said
-    assert f"samples of {STEPS} steps; write `for batch in loader.steps(31):`" in said
+    assert f"left inside an epoch after {STEPS} batches of its own" in said
+    assert (
+        f"samples of {STEPS} steps are missing. Write `for batch in loader.steps(31):`"
+        in said
+    )
 
 
 def _differently(policy: str) -> None:

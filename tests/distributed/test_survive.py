@@ -381,11 +381,11 @@ def test_a_second_death_while_a_step_is_handed_over_ends_the_run_by_name(
     more = {"samples": 1600, "options": GLOO, "late": (1, WAITS), **ALIKE}
     deaths = Death(2, "after reduced", REDUCTION, (0, 3)), Death(0, "handing over", 1)
     outcomes, _ = run_with(tmp_path, deaths, "cadence", **more)
-    says = "a second rank died while ranks took a common"
+    says = "a second rank died while ranks copied a common"
     assert all(says in str(outcomes[rank].error) for rank in (1, 3))
 
 
-OUTSIDE = "RankLostError: rank %d: rank 2 died where the others cannot take it up again"
+OUTSIDE = "RankLostError: rank %d: rank 2 died where the others cannot recover"
 TOO_EARLY = "RemoteRankError: rank 2 is gone: .*before the first epoch has begun"
 
 

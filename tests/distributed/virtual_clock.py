@@ -34,7 +34,7 @@ def virtual_clock() -> Iterator[VirtualClock]:
     clock: Any = VirtualClock()
     modules: tuple[Any, ...] = (bucket_pass, step_account, sync_epoch, window_epoch)
     before = [module.time for module in modules]
-    sleep = Worker.sleep_until_told
+    sleep = Worker.sleep_until_message
 
     def sleep_by_clock(worker: Worker, timeout_s: float) -> None:
         """A window ends by the clock for a rank that is held, too."""
@@ -43,10 +43,10 @@ def virtual_clock() -> Iterator[VirtualClock]:
 
     for module in modules:
         module.time = clock
-    Worker.sleep_until_told = sleep_by_clock  # type: ignore[method-assign]
+    Worker.sleep_until_message = sleep_by_clock  # type: ignore[method-assign]
     try:
         yield clock
     finally:
-        Worker.sleep_until_told = sleep  # type: ignore[method-assign]
+        Worker.sleep_until_message = sleep  # type: ignore[method-assign]
         for module, known in zip(modules, before, strict=True):
             module.time = known

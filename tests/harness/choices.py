@@ -23,7 +23,7 @@ def choice(cluster: MeasuredCluster, policy: str, places: Sequence[int] = ()) ->
     return Choice(
         policy=policy,
         anchor=2,
-        left_out=tuple(left_out),
+        excluded=tuple(left_out),
         prediction=predict(policy, cluster, kept or None),
         alternatives=(),
         reason="as the test wants",

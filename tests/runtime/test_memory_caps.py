@@ -133,4 +133,4 @@ def test_caps_below_the_batch_are_refused_at_once(ranks2: RankPool) -> None:
         expect_failure=True,
     )
     for end in ends:
-        assert "a batch of 16 samples does not fit the devices" in str(end.error)
+        assert "a batch of 16 samples does not fit on the devices" in str(end.error)

@@ -192,8 +192,8 @@ def test_csv_that_is_none(text: str, message: str) -> None:
     ("rows", "message"),
     [
         ("0F0,0F0,0B0", "action 1, 0F0: it is there twice"),
-        ("0B0,0F0", "action 0, 0B0: it stands before its F"),
-        ("0F0,0W0,0I0", "action 1, 0W0: it stands before its I"),
+        ("0B0,0F0", "action 0, 0B0: it comes before its F"),
+        ("0F0,0W0,0I0", "action 1, 0W0: it comes before its I"),
         ("0F0,0B0,0I0", "action 2, 0I0: the microbatch has B already"),
         ("0F0,0I0,0B0", "action 2, 0B0: the microbatch has I already"),
         ("0F0,0I0", "lacks 0W0"),

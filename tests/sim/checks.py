@@ -33,8 +33,8 @@ CHECKED = Watch(books=Books, details=True, most_happenings=400_000)
 EARLY = "no rank may die before the first epoch has begun"
 FATAL_UNDER = {
     ("sync", "auto"): (
-        "are being excluded from steps, or come back",
-        "trains alone, and no other has its optimizer's state",
+        "are being excluded from steps, or readmitted",
+        "trains alone, and no other rank has its model",
         CANNOT_GO_ON,
     )
 }
@@ -112,7 +112,7 @@ def is_ended_by_a_death(sim: Simulation) -> bool:
     reasons = {
         abort.reason
         for rank, abort in history.aborts.items()
-        if not sim.is_turned_away(rank)
+        if not sim.is_rejected(rank)
     }
     for reason in reasons:
         assert any(name in reason for name in names), reason
@@ -129,7 +129,7 @@ def check_outlived(sim: Simulation) -> None:
         return
     history, run = sim.history, sim.cluster.run
     dead = {rank for rank, sums in history.ranks.items() if sums.has_died}
-    late = {rank for rank in history.ranks if sim.is_turned_away(rank)}
+    late = {rank for rank in history.ranks if sim.is_rejected(rank)}
     assert history.finished == set(history.ranks) - dead - late
     batches = frozenset(range(BatchSizes(run.sizes).num_batches))
     for epoch in range(run.epochs if history.finished else 0):

@@ -147,7 +147,7 @@ def test_it_begins_under_sync_and_says_what_it_picks(
         assert report.choices[0].policy == expected[-1]
         assert "times the fastest device alone" in said[0]
     if ranks == 3:  # two sizes were tried, and what was granted before the choice
-        assert "left out: rank 2" in said[0]
+        assert "excluded: rank 2" in said[0]
         assert report.ranks[2].batches <= 12
         assert report.goodput > 1.6
 
@@ -180,7 +180,7 @@ def test_a_link_that_becomes_much_slower_leaves_the_fastest_alone() -> None:
     # Three observations, each of sixteen grants of five steps or six.
     assert 0 < steps - before <= 3 * 16 * 6
     assert report.phases[1].ranks == 1
-    assert "left out: rank" in report.choices[-1].reason
+    assert "excluded: rank" in report.choices[-1].reason
     after = report.phases[1]
     assert after.samples / after.seconds > 0.97 * BATCH_SAMPLES / FAST_BATCH_S
 
@@ -237,14 +237,14 @@ def test_progress_counts_each_part_of_an_epoch_once() -> None:
 def begun(cluster: Cluster, rates: str) -> tuple[Simulation, list[BeginEpoch]]:
     """A run in which ranks say so of their optimizers; how its epochs began."""
     sim = Simulation(cluster, Watch(details=True))
-    hear = sim.hear
+    receive = sim.receive
 
     def listen(event: Event) -> None:
         if isinstance(event, EpochOpened):
             event = replace(event, rates=rates.format(rank=event.rank))
-        hear(event)
+        receive(event)
 
-    sim.hear = listen  # type: ignore[method-assign]
+    sim.receive = listen  # type: ignore[method-assign]
     sim.run()
     return sim, told(sim, BeginEpoch)
 

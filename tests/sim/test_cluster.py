@@ -108,13 +108,13 @@ def test_a_file_is_read_with_its_defaults() -> None:
             0,
             "curve",
             [[1, 0.1], [2, 0.2]],
-            r"0: say one of seconds_per_sample",
+            r"0: give one of seconds_per_sample",
         ),
         ("link_change", 0, "bytes_per_s", "x", r"0: expected a number for bytes_per_s"),
         ("fault", 0, "kill_rank", 9, r"\[\[fault\]\] 0: there is no rank 9"),
-        ("fault", 0, "join", 0, r"\[\[fault\]\] 0: say exactly one of"),
+        ("fault", 0, "join", 0, r"\[\[fault\]\] 0: give exactly one of"),
         ("fault", 1, "join", 2, r"\[\[fault\]\] 1: join = 2 names no"),
-        ("fault", 2, "join", {"count": 1}, r"\[\[fault\]\] 2, join: say one of"),
+        ("fault", 2, "join", {"count": 1}, r"\[\[fault\]\] 2, join: give one of"),
         ("fault", 0, "at_s", float("nan"), r"\[\[fault\]\] 0: at_s must be finite"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_mistake_is_named_with_its_table(
         ({**GOOD, "link": 3}, r"\[link\]: expected a table, got 3"),
         (
             {**GOOD, "device": [{"count": 2}]},
-            r"\[\[device\]\] 0: say one of seconds_per",
+            r"\[\[device\]\] 0: give one of seconds_per",
         ),
     ],
 )
@@ -189,5 +189,5 @@ def test_a_wrong_curve_is_named(curve: Any, said: str) -> None:
 
 
 def test_a_curve_holds_the_fixed_time() -> None:
-    with pytest.raises(ConfigError, match="no seconds_per_batch"):
+    with pytest.raises(ConfigError, match="omit seconds_per_batch"):
         read_cluster(with_curve([[1, 0.1], [2, 0.2]], seconds_per_batch=0.1))

@@ -99,7 +99,7 @@ def test_a_throttled_rank_comes_back_when_it_is_released() -> None:
     throttled = Drift(at_s=2.0, factor=20.0), Drift(at_s=30.0, factor=1.0)
     sim = run([1.0, 1.0], epochs=16, drift=throttled)
     lines = [one.reason for one in told(sim, LeaveOut, 0) if one.reason]
-    assert "rank 1 left out: steps of" in lines[0]
+    assert "rank 1 excluded: steps of" in lines[0]
     assert lines[1].startswith("rank 1 takes part again: ")
     assert len(lines) == 2
     last = sim.history.trained[0, 15]
@@ -111,7 +111,7 @@ def test_a_slow_first_rank_is_named_and_kept() -> None:
     sim = run([0.02, 1.0], epochs=2)
     (one,) = told(sim, LeaveOut, 0)
     assert not one.left_out
-    assert "without rank 0, but all keep a share: it is never left out" in one.reason
+    assert "rank 0, but all keep a share: this rank is never excluded" in one.reason
 
 
 @pytest.mark.reaches("outlived")

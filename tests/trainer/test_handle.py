@@ -160,7 +160,7 @@ def test_signals_in_the_main_thread_reach_the_thread_that_trains(
     assert handle.poll() is TrainingPhase.STOPPING
     gate.may_go.set()
     assert handle.join(WAIT_S).stopped_by == "SIGINT"
-    assert "elche: SIGINT: training stops; once more" in capfd.readouterr().err
+    assert "elche: SIGINT: training stops; a second" in capfd.readouterr().err
     gate, handle = waiting()
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)

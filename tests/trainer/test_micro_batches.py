@@ -313,12 +313,12 @@ def test_a_cap_below_what_the_model_trains_on_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_samples": {2: 5}}, "expected max_samples of ranks below 2, got one of"),
+        ({"max_samples": {2: 5}}, "expected max_samples of ranks below 2, got one for"),
         ({"max_samples": (5, 6)}, "a batch of 16 samples does not fit"),
         (
             {"max_samples": {1: 5}, "policy": "cadence"},
-            "rank 1 holds 5 samples at once, but policy 'cadence' hands every rank "
-            r"local batches of 8; set windows=elche.WindowConfig\(local_batch_size=5\)",
+            "rank 1 holds 5 samples at once, but policy 'cadence' uses local "
+            r"batches of 8; set windows=elche.WindowConfig\(local_batch_size=5\)",
         ),
         ({"max_samples": {1: 5}, "policy": "auto"}, "choose policy='sync'"),
     ],
@@ -365,7 +365,7 @@ def test_caps_are_named_by_rank_or_in_order() -> None:
         ({"max_samples": 5}, "expected max_samples to be {rank: samples}"),
         ({"max_samples": {"a": 5}}, "expected a rank in max_samples to be an int"),
         ({"max_samples": (0,)}, r"expected max_samples\[0\] to be an int >= 1"),
-        ({"micro_batches": True}, "micro_batches= is no setting any more"),
+        ({"micro_batches": True}, "micro_batches= was removed"),
     ]:
         with pytest.raises(ConfigError, match=message):
             RunConfig(**wrong)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -
     """
     if current_run() is not None:
         raise ConfigError(
-            "a run of elche.setup is under way and reduces by itself; call "
+            "an elche.setup run is active and reduces gradients itself; call "
             "elche.shutdown() first"
         )
     config = RunConfig(timeout_s=timeout_s, transport=TransportConfig(kind=transport))
@@ -312,7 +312,6 @@ def _agreed_counts(what: str, rows: Sequence[Sequence[float]]) -> list[float]:
         if row != rows[0]:
             raise MismatchError(
                 f"{what}: rank 0 gives the counts {list(rows[0])}, rank {rank} "
-                f"{list(row)}; give the same on every rank, or each rank its own count "
-                "as one number"
+                f"{list(row)}; pass one list on every rank, or each rank's own count"
             )
     return list(rows[0])

@@ -142,7 +142,7 @@ class _Message:
                 part.mul_(weight)
                 flag.fill_(1.0)
 
-    def hand_out(self, total: torch.Tensor) -> None:
+    def set_gradients(self, total: torch.Tensor) -> None:
         """Sets every ``p.grad`` to its mean, or to None if no rank used it."""
         *means, flags = self._parts(total)
         used = flags.tolist()
@@ -201,7 +201,7 @@ class GradientExchange:
             message.exchange.begin(self._side)
         totals = [message.exchange.finish(what) for message in self._messages]
         for message, total in zip(self._messages, totals, strict=True):
-            message.hand_out(total)
+            message.set_gradients(total)
 
 
 def check_gradients(model: nn.Module) -> None:

@@ -65,15 +65,15 @@ class Balancer:
         "_accumulates",
         "_caps",
         "_decided",
+        "_excluded",
         "_is_capped",
         "_kept",
         "_kept_without",
-        "_left_out",
+        "_least_ranks",
         "_min_share",
         "_models",
         "_reports",
         "_sizes",
-        "_spared",
         "_speeds",
         "_tried",
     )
@@ -93,10 +93,10 @@ class Balancer:
         self._speeds = relative_speeds(speed_hints, world_size)
         self._models = [*times] if times else [RankTime() for _ in self._speeds]
         self._kept_without: dict[frozenset[int], dict[int, tuple[int, ...]]] = {}
-        self._spared: frozenset[int] = frozenset()
+        self._least_ranks: frozenset[int] = frozenset()
         self._tried = self._reports = 0
         self._sizes = ShareSizes([()] * world_size)
-        self._left_out: frozenset[int] = frozenset()
+        self._excluded: frozenset[int] = frozenset()
         self._decided: set[int] = set()
         self._forget_kept()
         missing = world_size - len(max_samples)
@@ -207,7 +207,7 @@ class Balancer:
             One size per rank, with sum ``batch_samples``; None if there is nothing to
             try, or if it may cost more than 2 % of the time of ``steps`` steps.
         """
-        if steps < TRIAL_STEPS or not self.is_calibrated or self._spared:
+        if steps < TRIAL_STEPS or not self.is_calibrated or self._least_ranks:
             return None
         kept = self.sizes(batch_samples)
         times = self._times()
@@ -238,30 +238,30 @@ class Balancer:
                     return split
         return None
 
-    def spare(self, ranks: Iterable[int]) -> None:
+    def assign_least(self, ranks: Iterable[int]) -> None:
         """Assigns these ranks the least share, if the others can hold the rest."""
-        self._spared = frozenset(ranks)
+        self._least_ranks = frozenset(ranks)
         self._forget_kept()
 
-    def leave_out(self, ranks: Iterable[int]) -> None:
+    def exclude(self, ranks: Iterable[int]) -> None:
         """Assigns these ranks no share from now on, and all others one."""
-        self._left_out = frozenset(ranks)
-        self._kept = self._kept_without.setdefault(self._left_out, {})
+        self._excluded = frozenset(ranks)
+        self._kept = self._kept_without.setdefault(self._excluded, {})
         self._decided.clear()
 
-    def step_s(self, batch_samples: int, left_out: Iterable[int]) -> float:
+    def step_s(self, batch_samples: int, excluded: Iterable[int]) -> float:
         """Predicts the time (s) of a step without shares for these ranks.
 
         Infinite if the other devices cannot hold the batch.
         """
-        times, before = self._times(), self._left_out
-        self._left_out = frozenset(left_out)
+        times, before = self._times(), self._excluded
+        self._excluded = frozenset(excluded)
         try:
             longest = max(self._ends(self._shortest(batch_samples, times), times))
         except ConfigError:
             return math.inf
         finally:
-            self._left_out = before
+            self._excluded = before
         return longest * min(self.costs_s())
 
     def least_s(self, batch_samples: int) -> list[float]:
@@ -285,7 +285,7 @@ class Balancer:
     def _forget_kept(self) -> None:
         """Discards cached splits, also those with other excluded ranks."""
         self._kept = {}
-        self._kept_without = {self._left_out: self._kept}
+        self._kept_without = {self._excluded: self._kept}
         self._decided.clear()
 
     def _passes(self, rank: int, samples: int) -> int:
@@ -352,7 +352,7 @@ class Balancer:
         minimum = self._minimum(total)
         ranges = [
             (part, part)
-            if not part or rank == tried or rank in self._spared
+            if not part or rank == tried or rank in self._least_ranks
             else (minimum, self._room(self._caps[rank], total, minimum))
             for rank, part in enumerate(best)
         ]
@@ -362,12 +362,12 @@ class Balancer:
         """Returns the split with the shortest predicted step."""
         minimum = self._minimum(total)
         chosen = self._serving(total, minimum, times)
-        spared = {rank: minimum for rank in chosen if rank in self._spared}
-        rest = total - minimum * len(spared)
-        others = [rank for rank in chosen if rank not in spared]
+        least = {rank: minimum for rank in chosen if rank in self._least_ranks}
+        rest = total - minimum * len(least)
+        others = [rank for rank in chosen if rank not in least]
         rooms = [self._room(self._caps[rank], rest, minimum) for rank in others]
         fits = bool(others) and sum(rooms) >= rest
-        return self._divide(total, chosen, times, spared if fits else {})
+        return self._divide(total, chosen, times, least if fits else {})
 
     def _divide(
         self, total: int, ranks: Sequence[int], times: _Times, given: Mapping[int, int]
@@ -400,17 +400,17 @@ class Balancer:
     def _serving(self, total: int, minimum: int, times: _Times) -> list[int]:
         """Returns the ranks that get a share: as many as can have the least one.
 
-        If not all can, it picks the fastest ranks that are not spared. If these cannot
-        hold the batch, it picks the ranks that hold most.
+        If not all can, it picks the fastest ranks that get more than the least one, or
+        if these cannot hold the batch, the ranks that hold most.
         """
         most = max(1, total // minimum)
         cost, fixed_samples = times
 
         def start(rank: int) -> tuple[bool, float]:
             least_s = cost[rank] * (fixed_samples[rank] + minimum)
-            return rank in self._spared, least_s
+            return rank in self._least_ranks, least_s
 
-        every = [r for r in range(self.world_size) if r not in self._left_out]
+        every = [r for r in range(self.world_size) if r not in self._excluded]
         if not self._is_capped:
             return sorted(sorted(every, key=start)[:most])
         rooms = [self._room(cap, total, minimum) for cap in self._caps]
@@ -426,8 +426,8 @@ class Balancer:
                 return sorted(chosen)
         held = {r: cap for r, cap in enumerate(self._caps) if cap is not None}
         raise ConfigError(
-            f"a batch of {total} samples does not fit the devices of all ranks "
-            f"together (most samples by rank: {held}, at least {minimum} each); lower "
+            f"a batch of {total} samples does not fit on the devices of all ranks "
+            f"together (max samples by rank: {held}, at least {minimum} each); lower "
             "batch_size, raise max_samples where a device holds more, or train with "
             "elche.Trainer, which runs a large share in micro-batches"
         )

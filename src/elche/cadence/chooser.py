@@ -39,7 +39,7 @@ class Choice:
     Attributes:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
         anchor: initial number of batches of the slowest rank in a window.
-        left_out: ranks that cost more time than they save, ascending.
+        excluded: ranks that cost more time than they save, ascending.
         prediction: prediction of this choice.
         alternatives: predictions of the other policies, each on its best ranks.
         reason: a sentence with the choice and its reason.
@@ -47,7 +47,7 @@ class Choice:
 
     policy: str
     anchor: int
-    left_out: tuple[int, ...]
+    excluded: tuple[int, ...]
     prediction: Prediction
     alternatives: tuple[Prediction, ...]
     reason: str
@@ -55,7 +55,7 @@ class Choice:
     @property
     def is_alone(self) -> bool:
         """True if one of several ranks trains alone."""
-        return self.prediction.world_size == 1 and bool(self.left_out)
+        return self.prediction.world_size == 1 and bool(self.excluded)
 
     @property
     def carried_out_by(self) -> str:
@@ -64,9 +64,9 @@ class Choice:
 
     def is_carried_out_as(self, other: Choice) -> bool:
         """True if both choices execute alike, except perhaps for the anchor."""
-        return (self.carried_out_by, self.left_out) == (
+        return (self.carried_out_by, self.excluded) == (
             other.carried_out_by,
-            other.left_out,
+            other.excluded,
         )
 
 
@@ -117,10 +117,10 @@ class Chooser:
         leaves_out: exclude ranks that cost more time than they save.
     """
 
-    __slots__ = ("_current", "_leaves_out", "_members", "_policies", "_rival", "_seen")
+    __slots__ = ("_current", "_excludes", "_members", "_policies", "_rival", "_seen")
 
     def __init__(self, *, leaves_out: bool = True) -> None:
-        self._leaves_out = leaves_out
+        self._excludes = leaves_out
         self._policies = tuple(UPDATES)
         self._members: tuple[int, ...] = ()
         self._current: _Option | None = None
@@ -149,7 +149,7 @@ class Chooser:
         """
         if tuple(cluster.ranks) != self._members:
             self._members, self._current, self._seen = tuple(cluster.ranks), None, 0
-        fleet = Fleet(cluster, drops=self._leaves_out)
+        fleet = Fleet(cluster, drops=self._excludes)
         options = [self._sized(fleet, policy) for policy in self._policies]
         before = self._present(cluster, options)
         chosen = before or self._preferred(options, cluster.doubt)
@@ -164,15 +164,15 @@ class Chooser:
         if not better or chosen is not before:
             self._rival, self._seen = None, 0
         self._current = chosen
-        left_out = _left_out(cluster, fleet, chosen)
-        reason = self._reason(chosen, options, fleet, left_out, cluster.doubt)
+        excluded = _excluded(cluster, fleet, chosen)
+        reason = self._reason(chosen, options, fleet, excluded, cluster.doubt)
         if before is not None and chosen is not before:
             reason += f"; until now {before.policy} on {_so_many(before.ranks)}, "
             reason += f"{before.goodput:.2f}"
         return Choice(
             policy=chosen.policy,
             anchor=chosen.prediction.first_anchor,
-            left_out=left_out,
+            excluded=excluded,
             prediction=chosen.prediction,
             alternatives=tuple(
                 o.prediction for o in options if o.policy != chosen.policy
@@ -182,7 +182,7 @@ class Chooser:
 
     def _sized(self, fleet: Fleet, policy: str) -> _Option:
         """Returns the policy on the most ranks within the margin of the best number."""
-        sizes = _sizes(fleet) if self._leaves_out else [len(fleet.ranks)]
+        sizes = _sizes(fleet) if self._excludes else [len(fleet.ranks)]
         best = 0.0
         for size in sizes:
             if fleet.bound(size) <= best:
@@ -222,7 +222,7 @@ class Chooser:
         for option in options:
             if option.is_as(current):
                 return option
-        fleet = Fleet(cluster, current.ranks, drops=self._leaves_out)
+        fleet = Fleet(cluster, current.ranks, drops=self._excludes)
         size = len(current.ranks)
         return _Option(fleet.predict(current.policy, size), current.ranks)
 
@@ -231,30 +231,30 @@ class Chooser:
         chosen: _Option,
         options: Sequence[_Option],
         fleet: Fleet,
-        left_out: Sequence[int],
+        excluded: Sequence[int],
         doubt: float,
     ) -> str:
-        said = f"{chosen.policy} on {_so_many(chosen.ranks)}: {_figures(chosen)}"
+        text = f"{chosen.policy} on {_so_many(chosen.ranks)}: {_figures(chosen)}"
         if len(chosen.ranks) == 1 < len(fleet.ranks):
-            said = f"training on one device alone: {_figures(chosen)}"
+            text = f"training on one device alone: {_figures(chosen)}"
         others = [o for o in options if o.policy != chosen.policy]
         for other in others:
-            said += f"; {other.policy} {other.goodput:.2f}"
+            text += f"; {other.policy} {other.goodput:.2f}"
             if len(other.ranks) != len(chosen.ranks):
-                said += f" on {_so_many(other.ranks)}"
+                text += f" on {_so_many(other.ranks)}"
         if not any(_is_clear(other, chosen, doubt) for other in others):
             better = [o.policy for o in others if o.goodput > chosen.goodput]
-            said += ", not clearly better" if better else ""
-        if left_out:
+            text += ", not clearly better" if better else ""
+        if excluded:
             everybody = len(fleet.ranks)
             most = max(fleet.predict(p, everybody).goodput for p in self._policies)
-            named = ", ".join(map(str, left_out[:NAMED_RANKS]))
-            if len(left_out) > NAMED_RANKS:
-                named += f" and {len(left_out) - NAMED_RANKS} more"
-            said += f"; left out: rank {named}"
-            said += ", which would slow it" if most < chosen.goodput else ""
-            said += f" (with all ranks predicted {most:.2f} at most)"
-        return said
+            named = ", ".join(map(str, excluded[:NAMED_RANKS]))
+            if len(excluded) > NAMED_RANKS:
+                named += f" and {len(excluded) - NAMED_RANKS} more"
+            text += f"; excluded: rank {named}"
+            text += ", which would slow the run" if most < chosen.goodput else ""
+            text += f" (predicted with all ranks: at most {most:.2f})"
+        return text
 
 
 def best_together(fleet: Fleet) -> float:
@@ -294,7 +294,7 @@ def _is_clear(option: _Option, other: _Option, doubt: float) -> bool:
     return option.goodput >= (1.0 + margin) * other.goodput
 
 
-def _left_out(
+def _excluded(
     cluster: MeasuredCluster, fleet: Fleet, chosen: _Option
 ) -> tuple[int, ...]:
     """Returns the ranks that an option excludes, ascending."""

@@ -166,9 +166,9 @@ class DivergenceGuard:
             reason += f", the second such window in a row: windows × {NUDGE_FACTOR:g}"
             return Verdict(hold=True, nudge=NUDGE_FACTOR, reason=reason)
         if suspect:
-            reason += ": no longer windows until that is clear"
+            reason += ": windows do not grow until that is clear"
         elif held:
-            reason += ": no longer windows so soon after they were shortened"
+            reason += ": windows do not grow so soon after a shortening"
         return Verdict(hold=suspect or held, nudge=None, reason=reason)
 
     def _usual_level(self, window: _Window) -> float:

@@ -35,13 +35,13 @@ def decide_prefetch(
         peak_bytes: memory of a step beyond that in use between steps; None before it
             is measured.
     """
-    spare_bytes = usable_bytes - math.ceil(total_bytes * RESERVE_FRACTION)
+    free_bytes = usable_bytes - math.ceil(total_bytes * RESERVE_FRACTION)
     most = MAX_DEPTH
     if peak_bytes is None:
-        spare_bytes, most = spare_bytes // UNMEASURED_PART, CAREFUL_DEPTH
+        free_bytes, most = free_bytes // UNMEASURED_PART, CAREFUL_DEPTH
     else:
-        spare_bytes -= peak_bytes
-    return max(0, min(most, spare_bytes // batch_bytes)) if batch_bytes else 0
+        free_bytes -= peak_bytes
+    return max(0, min(most, free_bytes // batch_bytes)) if batch_bytes else 0
 
 
 @final

@@ -183,7 +183,7 @@ class RankTime:
             samples: samples of an observed batch.
             factor: factor by which the larger batch may take longer.
         """
-        self._tell_apart()
+        self._split_levels()
         shapes = [SHAPES[index] for index in self._believed(CLEAR)]
         return max(_load(shape, samples) * factor - shape[0] for shape in shapes)
 
@@ -204,7 +204,7 @@ class RankTime:
         elif self._size:
             busy = min(busy, MAX_RISE * self.of(samples))
         if samples != self._size and self._size:
-            self._tell_apart()
+            self._split_levels()
         self._size = samples
         self._largest = max(self._largest, samples)
         self._smallest = min(self._smallest or samples, samples)
@@ -232,7 +232,7 @@ class RankTime:
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
 
-    def _tell_apart(self) -> None:
+    def _split_levels(self) -> None:
         """Tracks all shapes from now on; for a single size they are all equal."""
         if len(self._levels) > 1:
             return

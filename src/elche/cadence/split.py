@@ -59,7 +59,7 @@ def split_for_makespan(
     room = [total if accumulates or cap is None else cap for cap in known]
     if sum(room) < total:
         raise ConfigError(
-            f"expected the caps to be {total} together, got {sum(room)}: {room}"
+            f"expected caps that sum to {total}, got a sum of {sum(room)}: {room}"
         )
 
     def end(rank: int, part: int) -> float:

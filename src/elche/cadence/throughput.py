@@ -98,7 +98,7 @@ def relative_speeds(hints: SpeedHints, world_size: int) -> tuple[float, ...]:
     else:
         raise ConfigError(
             f"speed_hints must name a speed for each of {world_size} ranks, got "
-            f"{len(hints)}; use a mapping from rank to speed to leave some out"
+            f"{len(hints)}; use a mapping from rank to speed to name only some"
         )
     for rank, speed in items:
         if not 0 <= rank < world_size:
@@ -108,7 +108,7 @@ def relative_speeds(hints: SpeedHints, world_size: int) -> tuple[float, ...]:
         if not (math.isfinite(speed) and speed > 0.0):
             raise ConfigError(
                 f"speed_hints of rank {rank} must be positive and finite, got "
-                f"{speed!r}; write 0.4 for a rank of 40 % of the fastest one's speed"
+                f"{speed!r}; write 0.4 for a rank at 40 % of the fastest rank's speed"
             )
         speeds[rank] = float(speed)
     fastest = max(speeds)
@@ -198,7 +198,7 @@ def check_reports(
         done = check_int(f"{work_name} of rank {rank}", units, 0)
         spent = check_measure(f"{time_name} of rank {rank}", time)
         if spent > TIME_RANGE[1]:
-            raise ConfigError(f"{time_name} of rank {rank} is no time: {spent!r}")
+            raise ConfigError(f"{time_name} of rank {rank} is not a time: {spent!r}")
         if done > 0 and spent / done > TIME_RANGE[0]:
             found.append((rank, done, spent))
     return found

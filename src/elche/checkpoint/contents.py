@@ -18,10 +18,10 @@ from elche.torch_internals.groups import COMPILED_MODULE as _INNER
 from elche.torch_internals.passes import is_compiled
 
 if TYPE_CHECKING:
-    from elche.checkpoint.handed_over import HandedOver
+    from elche.checkpoint.state_transfer import ReceivedState
     from elche.checkpoint.store import Checkpoint
 
-    SavedState: TypeAlias = Checkpoint | HandedOver
+    SavedState: TypeAlias = Checkpoint | ReceivedState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +86,20 @@ class Contents:
         for optimizer in self.parts.optimizers[1:]:
             if not any(optimizer is each for each in registered):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} steps the model beside the optimizer "
-                    "of elche.setup: give setup both in a list, or call "
-                    "elche.register_for_checkpointing(optimizer) before the first "
-                    "epoch, so that it can be resumed"
+                    f"{type(optimizer).__name__} also steps the model, but "
+                    "elche.setup did not get it: pass setup both optimizers in a "
+                    "list, or call elche.register_for_checkpointing(optimizer) before "
+                    "the first epoch, so that its state is saved"
                 )
         for optimizer in self.parts.optimizers:
             known = [getattr(e, "optimizer", None) for e in registered]
             known += [each.optimizer for each in self.schedulers]
             if is_scheduled(optimizer) and not any(optimizer is e for e in known):
                 raise ConfigError(
-                    f"a scheduler sets the learning rate of {type(optimizer).__name__}"
-                    ", and its state is in no checkpoint: hand it over by elche.setup("
-                    "..., schedulers=[...]), or call elche.register_for_checkpointing("
-                    "scheduler)"
+                    "a scheduler sets the learning rate of "
+                    f"{type(optimizer).__name__}, and its state is in no checkpoint: "
+                    "pass it to elche.setup(..., schedulers=[...]), or call "
+                    "elche.register_for_checkpointing(scheduler)"
                 )
 
     def load(self, found: SavedState) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Contents:
         """
         if found.manifest.info.get("kind") is not None:
             raise MismatchError(
-                f"{found.path} is of a Pipeline, and this is a run of elche.setup"
+                f"{found.path} was saved by a Pipeline, but this run uses elche.setup"
             )
         was_there = self.rank < found.manifest.world_size
         shared = found.shared()
@@ -156,8 +156,8 @@ class Contents:
         if set(bare) != set(saved):
             others = sorted(set(bare) ^ set(saved))
             raise MismatchError(
-                f"{found.path} is of another model: {', '.join(others[:5])} on one "
-                "side only"
+                f"{found.path} was saved from another model: only one of the two has "
+                f"{', '.join(others[:5])}"
             )
         state = {own: saved[name] for own, name in zip(names, bare, strict=True)}
         model.load_state_dict({**state, **more})
@@ -171,8 +171,8 @@ class Contents:
     ) -> None:
         if len(objects) != len(saved[what]):
             raise MismatchError(
-                f"{found.path} holds {len(saved[what])} {what}, this script hands "
-                f"over {len(objects)}; resume with the script that saved it"
+                f"{found.path} holds {len(saved[what])} {what}, but this script "
+                f"passes {len(objects)}; resume with the script that saved it"
             )
         for each, state in zip(objects, saved[what], strict=True):
             with fitting(found, what):

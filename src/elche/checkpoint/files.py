@@ -206,7 +206,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path.name} is cut off or no JSON") from None
+        raise CheckpointError(f"{path.name} is truncated or not JSON") from None
 
 
 def open_tensors(path: Path) -> Any:

@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from elche.checkpoint.contents import Contents
-from elche.checkpoint.handed_over import packed, refused, send, unpacked
 from elche.checkpoint.saved_run import SavedContents, SavedRun
+from elche.checkpoint.state_transfer import packed, refused, send, unpacked
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.comm.transport.process_group import Group
@@ -154,7 +154,7 @@ class CheckpointKeeper(Pauses):
         for writer in self._writers.values():
             writer.close(FAILED_S if has_failed else AT_EXIT_S)
         if self._asked:
-            logger.warning("no checkpoint was made: the run ended before its epoch")
+            logger.warning("no checkpoint was made: the run ended before the epoch did")
         if self._signals is not None:
             self._signals.close()
         self._clear()
@@ -233,7 +233,7 @@ class CheckpointKeeper(Pauses):
         folder = os.environ.get("ELCHE_RESUME") if self._passes == 1 else None
         if folder and not self._is_resumed and self._current.rank == 0:
             logger.warning(
-                "nothing is resumed from %s: this run begins anew; loop over "
+                "this run does not resume from %s and starts from scratch; loop over "
                 "elche.epochs(), or call elche.resume() before the first epoch",
                 folder,
             )
@@ -251,7 +251,7 @@ class CheckpointKeeper(Pauses):
         return self._passes - 1 if self.counts_epochs else 0
 
     @override
-    def hand_over(self, group: Group, source: int, is_new: bool) -> None:
+    def send_state(self, group: Group, source: int, is_new: bool) -> None:
         run, messages = self._run, None
         assert isinstance(run, Run), "ranks join a run of several"
         if group.rank == source:
@@ -259,9 +259,9 @@ class CheckpointKeeper(Pauses):
             loop["count"] = self._count
             try:
                 if not self.counts_epochs:
-                    raise ConfigError("the others do not loop over elche.epochs()")
-                told = run.epochs.hand_over()
-                messages = packed(self._contents().capture(loop), told)
+                    raise ConfigError("the other ranks do not loop over elche.epochs()")
+                epochs = run.epochs.joining_state()
+                messages = packed(self._contents().capture(loop), epochs)
             except Exception as error:  # ends the joining rank only
                 logger.exception("a rank cannot join the run")
                 messages = refused(str(error))
@@ -271,17 +271,17 @@ class CheckpointKeeper(Pauses):
             contents = self._contents()
             assert isinstance(contents, Contents), "of a run on several ranks"
             shared = contents.load(found)
-            run.take_over(shared["run"], shared["epochs"], found.manifest.info)
+            run.adopt_state(shared["run"], shared["epochs"], found.manifest.info)
             loop = shared["loop"]
             if loop["count"] != self._count:  # the first to finish would end the run
                 raise MismatchError(
-                    f"this rank cannot join the run: its loop is over {self._count} "
-                    f"epochs, the others' over {loop['count']}: give elche.epochs the "
-                    "same number on every rank"
+                    f"this rank cannot join the run: its loop has {self._count} "
+                    f"epochs, the other ranks' loops have {loop['count']}: give "
+                    "elche.epochs the same number on every rank"
                 )
-            self._go_on_in(loop)
+            self._continue_loop(loop)
 
-    def _go_on_in(self, loop: Mapping[str, int]) -> None:
+    def _continue_loop(self, loop: Mapping[str, int]) -> None:
         """Continues the user's loop at another rank's position."""
         self.is_active = self._is_resumed = True
         self._epoch, self._passes = loop["epoch"], 0
@@ -417,12 +417,12 @@ class CheckpointKeeper(Pauses):
             return False
         shared = self._contents().load(found)
         run.resume(shared["run"], shared["epochs"])
-        self._go_on_in(shared["loop"])
+        self._continue_loop(shared["loop"])
         if run.rank == 0:
             done = run.described()
             what = "samples" if "samples" in done else "steps"
             at = f"epoch {self._epoch}, after {done[what]} {what}"
-            run.notifications.emit(f"elche: goes on from {found.path}: {at}")
+            run.notifications.emit(f"elche: resuming from {found.path}: {at}")
         return True
 
     def _newest(self, folder: Path) -> Checkpoint | None:
@@ -437,7 +437,7 @@ class CheckpointKeeper(Pauses):
             found = self._store(folder).newest()
             if not found and (folder.is_file() or any(folder.glob("checkpoint-*"))):
                 logger.warning(
-                    "%s has no whole checkpoint: the run begins anew", folder
+                    "%s has no complete checkpoint: the run starts from scratch", folder
                 )
             return "" if found is None else found.name
 

@@ -75,10 +75,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     whole = read_json(folder / MANIFEST)
     if not isinstance(whole, dict) or not isinstance(whole.get("manifest"), dict):
-        raise CheckpointError(f"{MANIFEST} is none of elche")
+        raise CheckpointError(f"{MANIFEST} was not written by elche")
     body = whole["manifest"]
     if whole.get("sha256") != _digest(body):
-        raise CheckpointError(f"{MANIFEST} has another checksum than when written")
+        raise CheckpointError(f"{MANIFEST} does not match its checksum")
     try:
         if body.get("format") != FORMAT:
             own = metadata.version("elche")

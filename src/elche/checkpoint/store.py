@@ -185,7 +185,7 @@ class CheckpointStore:
         for number in sorted(self._numbers(), reverse=True):
             path = self._path(number)
             if not (path / MANIFEST).exists():
-                logger.info("%s is not complete, passed over", path)
+                logger.info("%s is incomplete: skipped", path)
                 continue
             try:
                 checkpoint = Checkpoint(path, read_manifest(path))
@@ -193,7 +193,7 @@ class CheckpointStore:
             except OtherFormatError:
                 raise
             except CheckpointError as error:
-                logger.warning("%s is damaged, passed over: %s", path, error)
+                logger.warning("%s is damaged: skipped: %s", path, error)
                 self._damaged.add(number)
             else:
                 return checkpoint

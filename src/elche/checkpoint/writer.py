@@ -132,7 +132,7 @@ class CheckpointWriter:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._jobs, timeout_s):
                 name = self._jobs[0].name
-                logger.warning("%s is given up: not written in %g s", name, timeout_s)
+                logger.warning("gave up %s: not written within %g s", name, timeout_s)
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:
@@ -207,8 +207,8 @@ class CheckpointWriter:
             with self._changed:
                 if self._is_closed or time.monotonic() > until_s:
                     raise DeadlineError(
-                        f"rank {rank}'s part did not come within {self._deadline_s:g} "
-                        "s; do all ranks see the same folder?"
+                        f"rank {rank}'s part did not arrive within "
+                        f"{self._deadline_s:g} s; do all ranks see the same folder?"
                     )
                 self._changed.wait_for(lambda: self._is_closed, POLL_S)
         return found
@@ -250,7 +250,7 @@ def _written_part(folder: Path, rank: int, run_id: str) -> Records | None:
     part = part_of_rank(rank)
     refusal, rest = folder / f"{part}.failed", folder / f"{part}.json"
     if refusal.exists():
-        why = refusal.read_text(encoding="utf-8") or "no room even for the reason"
+        why = refusal.read_text(encoding="utf-8") or ("no disk space for the reason")
         raise CheckpointError(f"rank {rank} could not write its part: {why}")
     content = read_json(rest) if rest.exists() else {}
     if content.get("run_id") != run_id:

@@ -144,8 +144,8 @@ def findings(
         found.append(
             _warning(
                 "these ranks together are predicted to be no faster than the fastest "
-                "device alone, for this model and batch: larger batches, a model that "
-                "computes more per parameter, or that device alone"
+                "device alone, for this model and batch: use larger batches, a model "
+                "that computes more per parameter, or that device alone"
             )
         )
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
@@ -160,7 +160,7 @@ def _of_machine(machine: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             "broken",
             f"loopback (127.0.0.1) cannot be used: {machine.loopback_error}; ranks of "
-            "one host meet there",
+            "one host connect there",
         )
     if shm is not None and shm < LEAST_SHM_BYTES:
         yield _warning(

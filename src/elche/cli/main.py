@@ -81,7 +81,7 @@ def main() -> None:
 @click.option(
     "--text",
     type=click.Path(path_type=Path),
-    help="File or directory to learn; default: the standard library's sources.",
+    help="File or directory to train on; default: the standard library's sources.",
 )
 @click.option(
     "--out",
@@ -115,16 +115,16 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
     help="File for the timeline (Chrome trace, as of a real run).",
 )
 @click.option(
-    "--policy", type=click.Choice(POLICIES), help="Instead of the file's policy."
+    "--policy", type=click.Choice(POLICIES), help="Policy, instead of the file's."
 )
 @click.option(
     "--story",
     "stories",
     multiple=True,
     metavar="WHAT",
-    help="Print after the run what was said and decided: all, rank:1, or lease:12 (who"
-    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last"
-    " 50000 messages and decisions of the run are remembered. May be repeated.",
+    help="Print the event log after the run: all, rank:1, or lease:12 (which rank got "
+    "the 13th batch of the last epoch; lease:0/12: of epoch 0). It holds the last "
+    "50000 messages and decisions. May be repeated.",
 )
 def simulate(cluster: Path, **settings: Any) -> None:
     """Simulate the run that the TOML file CLUSTER describes."""
@@ -142,7 +142,7 @@ def simulate(cluster: Path, **settings: Any) -> None:
     type=click.IntRange(1000, 1_000_000_000),
     default=2_400_000,
     show_default=True,
-    help="Of the test network, a chain of equal linear layers.",
+    help="Parameters of the test network, a chain of equal linear layers.",
 )
 @click.option(
     "--batch-size",

@@ -34,7 +34,7 @@ def plan() -> None:
 @plan.command(epilog="\b\n" + PIPELINE_FILE_FORMAT.replace("\n\n", "\n\n\b\n"))
 @click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
-    "--microbatches", type=int, help="Of one step; default: what the file says."
+    "--microbatches", type=int, help="Microbatches per step; default: the file's."
 )
 @click.option(
     "--schedule",
@@ -48,7 +48,7 @@ def plan() -> None:
     type=int,
     default=2,
     show_default=True,
-    help="Of the interleaved schedules.",
+    help="Stages per device of the interleaved schedules.",
 )
 @click.option("--all-devices", is_flag=True, help="Leave no device without layers.")
 @json_option

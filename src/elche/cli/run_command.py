@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     "--story",
     envvar="ELCHE_STORY",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File for what was said and decided (the last 50000 messages and decisions),"
-    " written when the run ends, however it ends.",
+    help="File for the event log (the last 50000 messages and decisions), written when "
+    "the run ends, however it ends.",
 )
 @click.option(
     "--checkpoint-dir",
@@ -69,28 +69,28 @@ if TYPE_CHECKING:
     help="Complete checkpoints to keep, the newest.",
 )
 @click.option(
-    "--resume", is_flag=True, help="Go on from the newest checkpoint of the folder."
+    "--resume", is_flag=True, help="Resume from the newest checkpoint of the folder."
 )
 @click.option(
     "--max-restarts",
     type=int,
     default=0,
     show_default=True,
-    help="Start all ranks anew after a death, from the newest checkpoint, at most"
-    " this often.",
+    help="Restart all ranks from the newest checkpoint after a death, at most this "
+    "often.",
 )
 @click.option(
     "--rejoin",
     type=int,
     default=0,
     show_default=True,
-    help="Start so many ranks at most in place of some that died while the others go"
-    " on; each joins them where they stand.",
+    help="Replace at most this many dead ranks while the others continue; each new "
+    "rank joins the run in progress.",
 )
 @click.option(
     "--min-ranks",
     type=click.IntRange(min=1),
-    help="With --rejoin: while fewer ranks live, those pause until others have joined.",
+    help="With --rejoin: while fewer ranks live, the run pauses until others join.",
 )
 @click.option(
     "--trace",
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     " opens), written when the run ends, however it ends.",
 )
 @click.option(
-    "--quiet", is_flag=True, help="No progress; it is shown in a terminal only."
+    "--quiet", is_flag=True, help="Hide progress, which only a terminal shows."
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -113,8 +113,8 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
         RestartConfig(**options),
         lambda line: click.echo(f"elche run: {line}", err=True),
     )
-    if said := _failure_line(result, config.world_size):
-        click.echo(f"elche run: {said}", err=True)
+    if failure := _failure_line(result, config.world_size):
+        click.echo(f"elche run: {failure}", err=True)
     sys.exit(result.exit_code)
 
 
@@ -174,14 +174,14 @@ def _failure_line(result: LaunchResult, world_size: int) -> str:
         if result.terminated:
             lacks = ": a last checkpoint may be missing" if result.signal else ""
             reason += (
-                f"; ranks {list(result.terminated)} did not end in time, and were "
-                f"ended{lacks}"
+                f"; ranks {list(result.terminated)} did not exit in time and were "
+                f"killed{lacks}"
             )
         codes = ", ".join(_with_signal(result.exit_codes[rank]) for rank in failed)
         return f"ranks {failed} ended with codes [{codes}]: {reason}"
     if world_size > 1 and not (result.have_met or result.signal):
         return (
-            f"the script ran {world_size} times, and no rank met another: train "
+            f"the script ran {world_size} times, and no ranks connected: train "
             "through elche.setup, elche.Trainer, elche.init_group or torch.distributed"
         )
     return ""

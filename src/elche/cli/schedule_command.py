@@ -215,7 +215,7 @@ def _times(
     "--ranks", type=click.IntRange(1), help="Ranks of the pipeline (default: 4)."
 )
 @click.option(
-    "--microbatches", type=click.IntRange(1), help="Of one step (default: 8)."
+    "--microbatches", type=click.IntRange(1), help="Microbatches per step (default: 8)."
 )
 @click.option(
     "--times",

@@ -70,7 +70,7 @@ def run_simulate(
         gc.enable()
     took_s = time.perf_counter() - began_s
     for rank, abort in sorted(history.aborts.items()):
-        if not sim.is_turned_away(rank):
+        if not sim.is_rejected(rank):
             reason = reason or abort.reason.splitlines()[0]
     report = report_of(sim)
     figures = {**report.as_dict(), "simulated_in_s": took_s, "aborted": reason}

@@ -108,23 +108,23 @@ def what_differs(joins: Sequence[Join]) -> str:
     for join in joins[1:]:
         sizes = first.world_size, join.world_size
         if sizes[0] != sizes[1]:
-            said = f"rank 0 has {sizes[0]}, rank {join.rank} has {sizes[1]}"
-            return f"world size differs: {said}"
+            diff = f"rank 0 has {sizes[0]}, rank {join.rank} has {sizes[1]}"
+            return f"world size differs: {diff}"
         if join.settings == first.settings and join.tensors == first.tensors:
             continue
-        said = _difference(dict(first.settings), dict(join.settings), join.rank)
-        if said:
-            said += "; give the same on every rank"
-            return f"configuration differs between ranks: {said}"
+        diff = _difference(dict(first.settings), dict(join.settings), join.rank)
+        if diff:
+            diff += "; give the same on every rank"
+            return f"configuration differs between ranks: {diff}"
         one, other = (
             {name: f"{shape} {dtype}" for name, shape, dtype in each.tensors}
             for each in (first, join)
         )
-        if said := _difference(one, other, join.rank):
-            said += "; build the same model on every rank"
+        if diff := _difference(one, other, join.rank):
+            diff += "; build the same model on every rank"
         else:
-            said = f"rank 0 and rank {join.rank} hold the same tensors in another order"
-        return f"the model differs between ranks: {said}"
+            diff = f"rank 0 and rank {join.rank} hold the same tensors in another order"
+        return f"the model differs between ranks: {diff}"
     return ""
 
 
@@ -179,13 +179,13 @@ def left_before(opened: EpochOpened, left: Mapping[int, Left]) -> str:
             per_step = last.samples / last.steps
             owed = max(0, round(last.batches * per_step) - last.samples)
             return (
-                f"rank {rank} has left inside an epoch, after {last.batches} batches "
-                f"of its own, and rank {opened.rank} goes on with epoch "
-                f"{opened.epoch}: where parameters are averaged each rank takes other "
-                "batches, and counting them on a rank counts no steps of the run. Done "
-                f"are {last.samples} samples ({last.steps:.1f} steps), owed "
-                f"{owed} samples of {last.batches} steps; write "
-                f"`for batch in loader.steps({last.batches}):`, or use policy='sync'"
+                f"rank {rank} left inside an epoch after {last.batches} batches of "
+                f"its own, and rank {opened.rank} continues with epoch "
+                f"{opened.epoch}. Under averaging each rank trains its own batches, "
+                "so their number on one rank is not the run's steps. The run trained "
+                f"{last.samples} samples ({last.steps:.1f} steps); {owed} samples of "
+                f"{last.batches} steps are missing. Write `for batch in "
+                f"loader.steps({last.batches}):`, or use policy='sync'"
             )
     return (
         f"rank {opened.rank} opens epoch {opened.epoch}, but ranks {sorted(left)} have "

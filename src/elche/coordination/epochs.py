@@ -182,20 +182,20 @@ class Epochs:
             rest = () if left or not is_cut else self.policy.positions_left
             steps = self.policy.steps_left
             is_end = bool(left or (rest and self._is_end))
-            goes_on = bool(rest) and not is_end
-            if goes_on:
+            has_rest = bool(rest) and not is_end
+            if has_rest:
                 self._before = self.policy.totals
             if left or rest:
-                told = [
+                replies = [
                     replace(one, is_early=is_end, left=rest, steps=steps)
                     if isinstance(one, EndEpoch)
                     else one
                     for one in outcome.instructions
                     if not (
-                        goes_on and isinstance(one, MetricsReported) and one.window < 0
+                        has_rest and isinstance(one, MetricsReported) and one.window < 0
                     )
                 ]
-                yield from self.ending.end(told, left, ranks, now_s)
+                yield from self.ending.end(replies, left, ranks, now_s)
                 return
         yield from outcome.instructions
 
@@ -205,7 +205,7 @@ class Epochs:
         self.chooser.remove(rank)
         return self.ending.confirm(rank)
 
-    def take_in(self, now_s: float) -> Steps:
+    def admit_newcomers(self, now_s: float) -> Steps:
         """Admits ready newcomers where all ranks pause, after cutting the epoch."""
         membership = self._membership
         # Before the cut, since the whole epoch may be granted already.
@@ -215,11 +215,11 @@ class Epochs:
         if self.is_under_way:
             yield from self.cut(now_s)
         elif self.is_paused and membership.ready:
-            joins, told = membership.admit_ready()
+            joins, replies = membership.admit_ready()
             for member in as_members(joins):
                 self._story.decided("joins", now_s, member.rank)
                 self.chooser.add(member)
-            yield from told
+            yield from replies
 
     def regrouped(self, now_s: float) -> Steps:
         """Continues after all members have formed their group; may cut the epoch."""

@@ -60,8 +60,8 @@ def fatal_setting(facts: RunFacts) -> str:
         return "a run without a launcher of elche's"
     if facts.has_default_group:
         return (
-            "a script that meets in torch.distributed's own process group, whose "
-            "others would wait for it"
+            "a script with torch.distributed's own process group, whose other ranks "
+            "would wait for the dead one"
         )
     if facts.settings is None:
         return ""
@@ -95,12 +95,12 @@ def fatal_loss(rank: int, facts: RunFacts) -> str:
     return _first(
         (
             rank in limits.sole_holders,
-            f"rank {rank} trains alone, and no other has its optimizer's state and "
-            "model",
+            f"rank {rank} trains alone, and no other rank has its model and optimizer "
+            "state",
         ),
         (
             bool(changing),
-            f"ranks {changing} are being excluded from steps, or come back",
+            f"ranks {changing} are being excluded from steps, or readmitted",
         ),
         (
             bool(sampler) and is_first,

@@ -37,18 +37,18 @@ class Barriers:
         Raises:
             MismatchError: the ranks' models differ.
         """
-        told: list[Instruction] = []
+        replies: list[Instruction] = []
         for name, there in [*self._there.items()]:
             first = there.get(min(members))
             if first is None or first.text is None or not there.keys() >= members:
                 continue
             checks = {r: each.checks for r, each in self._there.pop(name).items()}
             ModelChecks(f"at {name}").compare(checks)
-            told += [
+            replies += [
                 BarrierPassed(rank=r, name=name, text=first.text)
                 for r in sorted(members)
             ]
-        return told
+        return replies
 
     def waiting_for(self, members: Set[int]) -> str:
         """Names the ranks missing at the first barrier."""
@@ -72,16 +72,16 @@ class EpochEnding:
         self.held: list[Instruction] = []
 
     def end(
-        self, told: list[Instruction], left: set[int], members: Set[int], now_s: float
+        self, due: list[Instruction], left: set[int], members: Set[int], now_s: float
     ) -> list[Instruction]:
         """Holds an epoch's end back from ranks not in ``left``; returns the rest."""
         if not left or left == members:
-            return told
+            return due
         self._unconfirmed, self._since_s = left, now_s
-        self.held = [one for one in told if one.rank not in left]
-        return [one for one in told if one.rank in left]
+        self.held = [one for one in due if one.rank not in left]
+        return [one for one in due if one.rank in left]
 
-    def heard(self, event: Event) -> list[Instruction]:
+    def release_on(self, event: Event) -> list[Instruction]:
         """Releases held instructions once every rank that left has reported again."""
         if self.held and isinstance(event, (EpochOpened, BarrierReached, Left)):
             return self.confirm(event.rank)

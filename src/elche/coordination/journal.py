@@ -49,13 +49,13 @@ class RankStream:
         name: stream name, by which a rank is recognised when it reconnects.
         taken: number of messages received from the rank.
         acknowledged: number of them acknowledged to the rank.
-        told: instructions that the rank may not have received.
+        pending: instructions that the rank may not have received.
     """
 
     name: str
     taken: int = 0
     acknowledged: int = 0
-    told: Outbox[Instruction] = field(default_factory=Outbox)
+    pending: Outbox[Instruction] = field(default_factory=Outbox)
 
 
 @final
@@ -113,10 +113,10 @@ class RunRecord:
         for entry in entries:
             self.apply(entry)
 
-    def _kept(self, told: list[Instruction]) -> list[Instruction]:
-        for one in told:
+    def _kept(self, pending: list[Instruction]) -> list[Instruction]:
+        for one in pending:
             if isinstance(one, Abort) and self.core.aborted is not None:
                 self.end = one
             if one.rank in self.streams:
-                self.streams[one.rank].told.add(one)
-        return told
+                self.streams[one.rank].pending.add(one)
+        return pending

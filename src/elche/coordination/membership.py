@@ -132,7 +132,7 @@ class Membership:
         """Ranks that have not joined."""
         return sorted(self.ranks - set(self._joins))
 
-    def hears(self, event: Event) -> bool:
+    def accepts(self, event: Event) -> bool:
         """True if events of this rank are accepted; newcomers send only some kinds."""
         if isinstance(event, _OF_NO_RANK) or event.rank in self.ranks:
             return True
@@ -216,8 +216,8 @@ class Membership:
                 f"it uses protocol version {join.version}, not {PROTOCOL_VERSION}"
             )
         if why_closed:
-            said = f"rank {join.rank} cannot join the run under way: {why_closed}"
-            return [refusal(join.rank, said)]
+            problem = f"rank {join.rank} cannot join the run under way: {why_closed}"
+            return [refusal(join.rank, problem)]
         difference = what_differs([next(iter(self._joins.values())), join])
         if difference:
             return [refusal(join.rank, difference)]
@@ -246,15 +246,15 @@ class Membership:
         self._joins.update({join.rank: join for join in joins})
         self.ranks.update(new)
         self._change(self.ranks)
-        told = self._regroup(before, joined=new)
-        return joins, told + self._regroup(new, joined=tuple(sorted(self.ranks)))
+        replies = self._regroup(before, joined=new)
+        return joins, replies + self._regroup(new, joined=tuple(sorted(self.ranks)))
 
     def withdraw(self, rank: int) -> None:
         """Removes a rank from the newcomers."""
         self.newcomers = [join for join in self.newcomers if join.rank != rank]
         self.ready.discard(rank)
 
-    def turn_away(self) -> list[Instruction]:
+    def reject_newcomers(self) -> list[Instruction]:
         """Rejects all newcomers, since the run is over."""
         waiting, self.newcomers = [join.rank for join in self.newcomers], []
         self.ready.clear()
@@ -277,7 +277,7 @@ class Membership:
         is_same = not event.lost or event.reduced in self.reduced.values()
         if self.reduced and not (is_same and event.lost == self._lost):
             raise ProtocolError(
-                f"ranks have settled a death differently: {self.reduced} without "
+                f"ranks settled a death differently: {self.reduced} without "
                 f"{self._lost}, but {event}"
             )
         self.reduced[event.rank], self._lost = event.reduced, event.lost

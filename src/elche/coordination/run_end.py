@@ -36,7 +36,7 @@ class Deadline:
 
     Attributes:
         timeout_s: longest wait for ranks.
-        heard_s: time of the last message.
+        last_message_s: time of the last message.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Deadline:
         self._membership = membership
         self._barriers = barriers
         self.timeout_s = timeout_s
-        self.heard_s: float | None = None
+        self.last_message_s: float | None = None
         self._ticked_s: float | None = None
 
     def since_s(self, epochs: Epochs | None) -> float | None:
         """Returns the last message's time if ranks wait for others, else None."""
-        return self.heard_s if self._is_waiting(epochs) else None
+        return self.last_message_s if self._is_waiting(epochs) else None
 
     def exceeded(self, epochs: Epochs | None, now_s: float) -> str:
         """Checks the deadline at a tick; returns the overdue wait as text, or ""."""
@@ -58,11 +58,11 @@ class Deadline:
         ticked_s, self._ticked_s = self._ticked_s, now_s
         was_paused = ticked_s is not None and now_s - ticked_s > PAUSED_S
         if since_s is None or was_paused:
-            self.heard_s = since_s = now_s
+            self.last_message_s = since_s = now_s
         if now_s - since_s < self.timeout_s:
             return ""
         return (
-            f"nothing came for {self.timeout_s:g} s while the run was "
+            f"no message arrived for {self.timeout_s:g} s while the run was "
             f"{self.doing(epochs)}; raise timeout_s if a batch really takes so long"
         )
 
@@ -143,9 +143,9 @@ class RunEnd:
     def _send(self, abort: Abort) -> list[Instruction]:
         """Sends an abort to every rank, and to those that wait to join."""
         self._sent = abort
-        waiting = {refused.rank for refused in self._membership.turn_away()}
-        told = sorted(self._membership.ranks | waiting)
-        return [replace(abort, rank=rank) for rank in told]
+        waiting = {refused.rank for refused in self._membership.reject_newcomers()}
+        receivers = sorted(self._membership.ranks | waiting)
+        return [replace(abort, rank=rank) for rank in receivers]
 
     def answer(self, event: Event) -> list[Instruction]:
         """Returns instructions for an event after the end."""

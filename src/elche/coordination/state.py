@@ -59,9 +59,9 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.coordination.windows.window_policy import WindowPolicy
 from elche.errors import ProtocolError
 
-RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
+RESTART = "`elche run --max-restarts` restarts such a run from its last checkpoint"
 
-_Told: TypeAlias = Iterable[Instruction]
+_Replies: TypeAlias = Iterable[Instruction]
 
 
 class Coordinator:
@@ -91,7 +91,7 @@ class Coordinator:
         self._deadline = Deadline(self._membership, self._barriers, timeout_s)
         self._end = RunEnd(self._membership)
         self._story = Story()
-        self._handlers: dict[type[Event], Callable[..., _Told]] = {
+        self._handlers: dict[type[Event], Callable[..., _Replies]] = {
             Join: self._join,
             JoinReady: self._be_ready,
             EpochOpened: self._open_epoch,
@@ -141,7 +141,7 @@ class Coordinator:
         if self._epochs is None or self._membership.left or self.aborted is not None:
             return "that has not begun, or is at its end"
         setting = self._fatal_setting
-        return f"none can join {setting}" if setting else ""
+        return f"no rank can join {setting}" if setting else ""
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Handles one event; returns the instructions to send.
@@ -150,8 +150,8 @@ class Coordinator:
         with an :class:`Abort` to every rank. So does a failed decision. No
         exception reaches the shell.
         """
-        self._story.heard(event, now_s)
-        if not self._membership.hears(event):
+        self._story.received(event, now_s)
+        if not self._membership.accepts(event):
             self._story.decided("no such rank in this run", now_s, event.rank)
             return []
         if self.aborted is not None:
@@ -161,18 +161,18 @@ class Coordinator:
         except Exception as error:
             instructions = self._end.refuse(error, self.story(event.rank)[-12:])
         if not isinstance(event, Tick):
-            self._deadline.heard_s = now_s
+            self._deadline.last_message_s = now_s
         for instruction in instructions:
-            self._story.told(instruction, now_s)
+            self._story.sent(instruction, now_s)
         return instructions
 
     def _answer(self, event: Event, now_s: float) -> Steps:
         handler = self._handlers.get(type(event), self._in_epoch)
         if self._epochs is not None:
-            yield from self._epochs.ending.heard(event)
+            yield from self._epochs.ending.release_on(event)
         yield from handler(event, now_s)
         if self._epochs is not None:
-            yield from self._epochs.take_in(now_s)
+            yield from self._epochs.admit_newcomers(now_s)
 
     def story(self, rank: int | None = None) -> list[str]:
         """Returns recent messages from and to a rank; of all ranks if None."""
@@ -191,7 +191,7 @@ class Coordinator:
             if self._epochs.is_under_way:
                 self._epochs.policy.check()
 
-    def _join(self, event: Join, now_s: float) -> _Told:
+    def _join(self, event: Join, now_s: float) -> _Replies:
         if event.rank not in self._membership.ranks:
             return self._membership.greet(event, self.why_closed)
         if event.version != PROTOCOL_VERSION:
@@ -201,7 +201,7 @@ class Coordinator:
             )
         if event.rank in self._membership.left:  # early for the next run
             self._membership.early.append(event)
-            return self._go_on_after_end(now_s) if self.is_finished else []
+            return self._begin_next_run(now_s) if self.is_finished else []
         if difference := self._membership.take(event):
             return self._end.abort(difference, kind="mismatch")
         return self._begin_run() if self._membership.is_complete else []
@@ -226,8 +226,8 @@ class Coordinator:
         self._membership.min_ranks = settings.config.min_ranks
         if self._membership.is_short:
             yield from self._end.abort(
-                f"expected min_ranks of at most {len(joins)}, with which the run "
-                f"begins, got {settings.config.min_ranks}",
+                f"expected min_ranks of at most {len(joins)}, the ranks at the run's "
+                f"start, got {settings.config.min_ranks}",
                 kind="config",
             )
             return
@@ -235,21 +235,21 @@ class Coordinator:
         self._epochs = Epochs(chooser, self._membership, self._story)
         yield from self._membership.begin(survives=not self._fatal_setting)
 
-    def _go_on_after_end(self, now_s: float) -> list[Instruction]:
+    def _begin_next_run(self, now_s: float) -> list[Instruction]:
         """Starts another run of the same processes, if ranks have joined it already."""
-        told = self._membership.turn_away()
+        replies = self._membership.reject_newcomers()
         if self._membership.early:
             if self._membership.has_changed:
                 return self._end.abort(
-                    "ranks have died in the run before, left or joined it, and another "
-                    "elche.setup of the same processes needs those that it began with"
+                    "ranks died, left or joined in the previous run, but another "
+                    "elche.setup in the same processes needs its first ranks"
                 )
             self._epochs = None
             for join in self._membership.begin_again():
-                told += self._join(join, now_s)
-        return told
+                replies += self._join(join, now_s)
+        return replies
 
-    def _open_epoch(self, event: EpochOpened, now_s: float) -> _Told:
+    def _open_epoch(self, event: EpochOpened, now_s: float) -> _Replies:
         epochs = self._running()
         if self._membership.left:
             return self._end.abort(left_before(event, self._membership.left))
@@ -272,7 +272,7 @@ class Coordinator:
         return self._barriers.passed(self._membership.ranks)
 
     def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
-        return self._end.abort(f"interrupted: the launcher was sent {event.by}")
+        return self._end.abort(f"interrupted: the launcher received {event.by}")
 
     def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
         """Handles a rank's departure, whatever the cause, by `membership.TABLE`."""
@@ -302,16 +302,16 @@ class Coordinator:
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         """Handles a rank that leaves in order; an error if others wait for it."""
-        told = self._membership.leave(event)
+        replies = self._membership.leave(event)
         if self.is_finished:
-            return self._go_on_after_end(now_s)
+            return self._begin_next_run(now_s)
         epochs = self._epochs
         is_missed = epochs and (epochs.is_under_way or epochs.is_opening)
         if is_missed or self._barriers:
             return self._end.abort(
                 f"rank {event.rank} has left while others were {self.doing}"
             )
-        return told
+        return replies
 
     def _lose(self, rank: int, cause: str, now_s: float) -> list[Instruction]:
         """Handles a lost rank: the others form a new group without it."""
@@ -320,8 +320,8 @@ class Coordinator:
             self.silent.add(rank)
         self._story.decided(f"lost ({cause}); the others continue", now_s, rank)
         self._barriers.remove(rank)
-        told = self._running().lose(rank)
-        return [*told, *self._membership.lose(rank)]
+        replies = self._running().lose(rank)
+        return [*replies, *self._membership.lose(rank)]
 
     def survives(self, rank: int) -> bool:
         """Returns True if the run would survive the loss of this rank now."""

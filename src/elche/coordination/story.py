@@ -31,13 +31,13 @@ class Story:
         last = [*self._entries][-COPIED_ENTRIES:]
         return {"_entries": deque(last, maxlen=STORY_ENTRIES)}
 
-    def heard(self, event: Event, now_s: float) -> None:
+    def received(self, event: Event, now_s: float) -> None:
         """Logs a received event; a tick is not logged, only its consequences."""
         if isinstance(event, Tick):
             return
         self._entries.append((event.rank, now_s, "<-", event))
 
-    def told(self, instruction: Instruction, now_s: float) -> None:
+    def sent(self, instruction: Instruction, now_s: float) -> None:
         """Logs a sent instruction."""
         self._entries.append((instruction.rank, now_s, "->", instruction))
 

@@ -186,9 +186,8 @@ class PassWeights:
         if len(set(times.values())) > 1 and len({each.weight for each in passes}) > 1:
             passes.clear()
             raise ConfigError(
-                "some forward passes of those accumulated under no_sync() had more "
-                "backward passes than others, and their weights differ; run one "
-                "backward for each forward pass"
+                "forward passes of different weights under no_sync() had different "
+                "numbers of backward passes; run one backward for each forward pass"
             )
 
     def _note_gradient(self) -> _Pass | None:
@@ -242,10 +241,9 @@ class PassWeights:
         is_late = self.current.is_weighed and is_another and forward.samples
         if is_late and self.current.given is None:
             raise ConfigError(
-                "a backward pass after others under no_sync() goes through several "
-                "forward passes, and a gradient of one came before the samples of "
-                "another were known; call backward() for each forward pass, or "
-                "set_weight() before"
+                "an accumulating backward pass goes through several forward passes, "
+                "and a gradient arrived before the samples of all were counted; call "
+                "backward() for each forward pass, or set_weight() before"
             )
         if not self.current.is_closed:
             self.current.counted += forward.samples
@@ -259,9 +257,9 @@ class PassWeights:
         is_known = any(each is forward for each in sent.forwards)
         if not is_known and sent.given is None and forward.samples:
             raise ConfigError(
-                "a backward pass sent some gradients, and the others come in one "
-                "through another forward pass, whose samples were not counted; run "
-                "one backward through both, or call set_weight() before"
+                "a backward pass sent some gradients, and the rest belong to another "
+                "forward pass, whose samples were not counted; run one backward "
+                "through both, or call set_weight() before"
             )
 
     def _end(self) -> None:

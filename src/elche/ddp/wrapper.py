@@ -223,9 +223,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         is_lost = self.training and all(each.grad_fn is None for each in outputs)
         if is_lost and self._passes.expected is not None:
             raise ConfigError(
-                "no output of the model has a gradient that can be seen, so two "
-                "forward passes cannot be told apart; return tensors, or run backward "
-                "before the next forward"
+                "no output of the model is a tensor with a gradient, so two forward "
+                "passes look alike; return tensors, or run backward before the next "
+                "forward"
             )
         begin = self._expect_again if self.require_backward_grad_sync else None
         if begin is not None:
@@ -237,9 +237,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Refuses a forward pass whose gradients would not be reduced."""
         if self._reduction.is_under_way:
             raise CommunicationError(
-                f"the backward pass before was broken off on rank {self._group.rank}, "
-                "or its reduction failed, so it cannot be completed; start the ranks "
-                "again from a checkpoint"
+                f"the last backward pass was interrupted on rank {self._group.rank}, "
+                "or its reduction failed; restart the ranks from a checkpoint"
             )
         refuse_capture()
         has_dtypes = list(map(_DTYPE, self._trained)) == self._dtypes
@@ -367,9 +366,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _refuse_absence(self) -> None:
         if self._norms is not None:
             raise ConfigError(
-                "a rank without a batch takes part in SyncBatchNorm layers by an empty "
-                "one: run the model on x[:0] and backward from out.sum(), on the same "
-                "number of steps everywhere, in place of join_step() and join()"
+                "a rank without a batch enters SyncBatchNorm layers with an empty "
+                "batch: run the model on x[:0] and backward from out.sum(), on the "
+                "same number of steps everywhere, in place of join_step() and join()"
             )
 
     def join_hook(self, **kwargs: Any) -> Any:

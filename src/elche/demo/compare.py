@@ -225,7 +225,7 @@ def _check(name: str, result: LaunchResult, out: Path) -> None:
         lines[0] += f": {result.reason.splitlines()[0]}"
     for rank in failed:
         path = out / f"stderr-{rank}.txt"
-        said = path.read_text(errors="replace").splitlines() if path.exists() else []
-        lines.append(f"--- the last that rank {rank} said ---")
-        lines += said[-STDERR_TAIL_LINES:] or ["(nothing)"]
+        output = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines.append(f"--- last output of rank {rank} ---")
+        lines += output[-STDERR_TAIL_LINES:] or ["(nothing)"]
     raise RemoteRankError("\n".join(lines), result.failed_first)

@@ -126,7 +126,7 @@ def _sentences(
     alone = [row for row in table if row.name.startswith(SOLO)]
     fastest = max(alone, key=lambda row: row.samples_per_s)
     default, ddp = rows["elche-sync"], rows["ddp"]
-    said = [
+    parts = [
         f"{default.name}, the default, trains {default.samples_per_s:.0f} samples per"
         f" second on both devices, {default.efficiency:.0%} of what the two deliver"
         " alone, with the result of one device; PyTorch's DistributedDataParallel"
@@ -135,17 +135,17 @@ def _sentences(
     ]
     reached = [row for row in ours if row.time_to_loss_s]
     if target_loss is None or not reached:
-        return [*said, "elche did not reach the loss that the others reached."]
+        return [*parts, "elche did not reach the loss that the others reached."]
     best = min(reached, key=lambda row: row.time_to_loss_s or 0.0)
-    said.append(
+    parts.append(
         f"{best.name} reaches the evaluation loss {target_loss:.3f} after"
         f" {best.time_to_loss_s:.1f} s: {_compared(best, fastest)} the fastest device"
         f" alone, {_compared(best, ddp)} DistributedDataParallel."
     )
     if worse := [r.name for r in ours if (r.gain or 0.0) < 1 - EQUAL_WITHIN]:
         names = _in_words(worse)
-        said.append(f"Here {names} did not pay: slower to that loss than one device.")
-    return said
+        parts.append(f"Here {names} did not pay: slower to that loss than one device.")
+    return parts
 
 
 def _what_was_emulated(devices: Devices, runs: Sequence[ContenderRun]) -> str:

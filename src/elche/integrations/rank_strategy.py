@@ -137,8 +137,8 @@ class RankStrategy(ABC):
         if sync_grads:
             raise ConfigError(
                 "all_gather(sync_grads=True) stacks equal tensors, and ranks train "
-                "shares of different sizes; elche.all_gather() brings their rows, with "
-                "gradient"
+                "shares of different sizes; use elche.all_gather(), which gathers "
+                "rows, with gradient"
             )
         host = tensor.detach().cpu().contiguous()
         form = str(host.dtype), list(host.shape)
@@ -147,7 +147,7 @@ class RankStrategy(ABC):
             raise ConfigError(
                 "all_gather stacks equal tensors, and the ranks' are "
                 f"{[shape for _, shape in forms]}: ranks train shares of different "
-                "sizes; elche.all_gather() takes them"
+                "sizes; use elche.all_gather()"
             )
         parts = [torch.empty_like(host) for _ in range(self.world_size)]
         dist.all_gather(parts, host, self.meet())
@@ -195,7 +195,7 @@ def sync_config(options: Mapping[str, Any], framework: str) -> RunConfig:
         )
     if config.leave_out:
         raise ConfigError(
-            f"{framework} counts steps on every rank, also on ranks that would be left "
-            "out; leave leave_out=True out"
+            f"{framework} counts steps on every rank, also on excluded ranks; remove "
+            "leave_out=True"
         )
     return config

@@ -67,7 +67,7 @@ REFUSED_ARGUMENTS = {
     "parallelism_config": "it divides the ranks itself",
     "auto_find_batch_size": "it restarts training on the rank that ran out of memory "
     "alone; lower per_device_train_batch_size",
-    "enable_jit_checkpoint": "a signal to one rank would save there alone",
+    "enable_jit_checkpoint": "a signal to one rank would save on that rank only",
     "include_num_input_tokens_seen": "it counts the tokens of one rank",
 }
 """Arguments that are unsupported on several ranks, with the reason."""
@@ -88,7 +88,7 @@ class ElcheArgumentsMixin(_Arguments):
                 raise ConfigError(f"elche does not run with {name}=: {why}")
         if getattr(self, "train_sampling_strategy", None) == "batch_rebalance":
             raise ConfigError(
-                "elche shares out batches by the devices' speed, not by length; leave "
+                "elche divides batches by the devices' speed, not by length; leave "
                 "train_sampling_strategy='batch_rebalance' out"
             )
         super().__post_init__()

@@ -160,9 +160,9 @@ def pipeline_config(
         return config
     if "weight_of" in options:
         raise ConfigError(
-            "weight_of= is not for pipelines, whose microbatches and replicas weigh by "
-            "their samples; with loss_reduction='sum' losses and gradients are summed "
-            "as they are: let loss_fn divide its sum by what the whole step weighs"
+            "weight_of= is not for pipelines, which weight microbatches and replicas "
+            "by samples; with loss_reduction='sum' losses and gradients are summed "
+            "unweighted: divide the sum in loss_fn by the weight of the whole step"
         )
     try:
         return PipelineConfig(**options)

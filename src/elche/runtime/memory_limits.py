@@ -65,7 +65,7 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
     config, batch_size = training.config, training.loader.batch_size
     if len(config.caps) > world_size:
         raise ConfigError(
-            f"expected max_samples of ranks below {world_size}, got one of rank "
+            f"expected max_samples of ranks below {world_size}, got one for rank "
             f"{len(config.caps) - 1}"
         )
     if config.policy != "sync":
@@ -84,8 +84,8 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
         if cap is not None and cap < samples:
             raise ConfigError(
                 f"rank {rank} holds {cap} samples at once, but policy "
-                f"{config.policy!r} hands every rank local batches of {samples}; "
-                f"set windows=elche.WindowConfig(local_batch_size={cap}), or choose "
+                f"{config.policy!r} uses local batches of {samples}; set "
+                f"windows=elche.WindowConfig(local_batch_size={cap}), or choose "
                 "policy='sync', whose shares keep within max_samples, or "
                 "elche.Trainer, which runs micro-batches"
             )

@@ -216,10 +216,10 @@ def check_shared(
 def foreign_parameters(optimizer: str, strange: Sequence[torch.Tensor]) -> str:
     """Error message for an optimizer of parameters that are not the model's."""
     return (
-        f"{optimizer} holds {len(strange)} parameters that are not the model's (one of "
-        f"shape {list(strange[0].shape)}); they would not be shared: put them into the "
-        "model (all that is trained in one torch.nn.ModuleList or ModuleDict, handed "
-        "to elche.setup)"
+        f"{optimizer} holds {len(strange)} parameters that are not the model's (one "
+        f"of shape {list(strange[0].shape)}); they would not be shared: put all "
+        "trained modules into the model (one torch.nn.ModuleList or ModuleDict for "
+        "elche.setup)"
     )
 
 
@@ -232,9 +232,9 @@ def refuse_sync_norms(model: nn.Module, policy: str) -> None:
     norms = sync_batchnorm_layers(model)
     if norms and policy != "sync":
         raise ConfigError(
-            f"{next(iter(norms)) or 'the model'} is a SyncBatchNorm layer, in which "
-            f"all ranks meet at every batch; under policy {policy!r} they do not: "
-            "choose policy='sync', or leave the BatchNorm layers as they are"
+            f"{next(iter(norms)) or 'the model'} is a SyncBatchNorm layer, which "
+            f"needs all ranks at every batch; under policy {policy!r} they run "
+            "different batches: choose policy='sync', or keep the BatchNorm layers"
         )
 
 
@@ -249,14 +249,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
     if quantised := QUANTISED.intersection(defined_in):
         raise ConfigError(
             f"{type(optimizer).__name__} of {min(quantised)} quantises its state, "
-            "which ranks cannot hold in common; use an optimizer of torch.optim"
+            "which ranks cannot share; use an optimizer of torch.optim"
         )
     averages = config.policy != "sync" and not config.sums_gradients
     if averages and "Lookahead" in (kind.__name__ for kind in type(optimizer).__mro__):
         raise ConfigError(
-            "Lookahead takes parameters back to slow weights of its own, which under "
-            f"policy {config.policy!r} are other ones on each rank; choose policy "
-            "'sync', or hand over the optimizer inside it"
+            "Lookahead resets parameters to its own slow weights, which differ "
+            f"between ranks under policy {config.policy!r}; choose policy 'sync', or "
+            "pass the optimizer inside it"
         )
     if not isinstance(optimizer, torch.optim.LBFGS):
         return

@@ -44,9 +44,9 @@ from elche.runtime.windows.window_sync import refuse_state
 
 logger = logging.getLogger(__name__)
 HELD = (
-    "elche: the run ended inside an epoch whose iterator the script still held (next() "
-    "on it, say): under policy {!r} the model that it has read since then was each "
-    "rank's own, not the common one; write `for batch in loader.steps(n):`"
+    "elche: the run ended inside an epoch whose iterator the script still held "
+    "(next() on it, say): under policy {!r} the model that it read after that was "
+    "each rank's own, not the common one; write `for batch in loader.steps(n):`"
 )
 UNSTEPPED = (
     "elche: rank %d took no optimizer step after the backward passes of its last %d "
@@ -265,11 +265,11 @@ class Run:
         self.epochs.opening.order.share_generators(self.worker.group)
         self.load_state_dict(state)
 
-    def take_over(
+    def adopt_state(
         self, state: dict[str, Any], epochs: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
-        """Adopts the position in another rank's `hand_over`; not a collective."""
-        self.epochs.take_over(epochs, info)
+        """Adopts the position in another rank's `joining_state`; not a collective."""
+        self.epochs.adopt_state(epochs, info)
         if self._synchroniser.windows is not None:
             self._synchroniser.windows.load_state_dict(state["averaging"])
         self._note_progress(state)
@@ -293,21 +293,21 @@ class Run:
         return RankHost(self._synchroniser, self.worker)
 
     @property
-    def samples_in_hand(self) -> int:
+    def current_samples(self) -> int:
         """Samples of the current batch that count for this rank."""
         under_way = self.epochs.under_way
-        return 0 if under_way is None else under_way.samples_in_hand
+        return 0 if under_way is None else under_way.current_samples
 
     @property
-    def weight_in_hand(self) -> float:
+    def current_weight(self) -> float:
         """Weight of the current batch in means: its samples, or ``weight_of``."""
         under_way = self.epochs.under_way
-        return 0.0 if under_way is None else under_way.weight_in_hand
+        return 0.0 if under_way is None else under_way.current_weight
 
     @property
     def last_samples(self) -> int:
         """Samples of the current batch, or of the last epoch's last one."""
-        return self.samples_in_hand or self.epochs.execution.last_samples
+        return self.current_samples or self.epochs.execution.last_samples
 
     @property
     def reports(self) -> list[EndEpoch]:

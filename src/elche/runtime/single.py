@@ -134,10 +134,10 @@ class SingleRun:
         """Refuses a checkpoint inside an epoch whose rest is unknown."""
         if not self.can_cut:
             raise ConfigError(
-                "elche.save() inside this loop could not say what is left of the "
-                "epoch: write `for epoch in elche.epochs(n)` or call elche.save_every "
-                "before, and with an IterableDataset give samples_per_epoch; or "
-                "call it between epochs"
+                "elche.save() inside this loop cannot record the rest of the epoch: "
+                "write `for epoch in elche.epochs(n)` or call elche.save_every "
+                "before, and with an IterableDataset give samples_per_epoch; or call "
+                "it between epochs"
             )
 
     @property
@@ -199,7 +199,7 @@ class SingleRun:
         return float(self.progress_samples)
 
     @property
-    def samples_in_hand(self) -> int:
+    def current_samples(self) -> int:
         """Samples of the current batch, 0 outside the loop."""
         if not self.is_in_epoch:
             return 0
@@ -210,10 +210,10 @@ class SingleRun:
         return min(size, left) if left > 0 else size
 
     @property
-    def weight_in_hand(self) -> float:
+    def current_weight(self) -> float:
         """Weight of the current batch in means; 0 outside the loop."""
         if not self.is_in_epoch or self._training.weights is None:
-            return float(self.samples_in_hand)
+            return float(self.current_samples)
         return self._weight
 
     def steps_left(self, steps: int) -> int:
@@ -338,7 +338,7 @@ class SingleRun:
         return self._epoch
 
     def _batch_done(self, began_s: float, loaded_s: float, now_s: float) -> None:
-        samples, moved_s = self.samples_in_hand, self._transfer_s
+        samples, moved_s = self.current_samples, self._transfer_s
         self.progress_samples += samples
         course = self._course
         if course is not None and course.is_cut:  # what is left of a batch is no step

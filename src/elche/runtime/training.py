@@ -85,9 +85,9 @@ class Pauses:
     def cut(self, *, is_end: bool) -> None:
         """Handles a cut of the epoch, on every rank; ``is_end``: for good."""
 
-    def hand_over(self, group: Group, source: int, is_new: bool) -> None:
+    def send_state(self, group: Group, source: int, is_new: bool) -> None:
         """Sends the state of ``source`` to ranks that join; with all ranks."""
-        raise ProtocolError("nothing that a rank could take over is kept here")
+        raise ProtocolError("no state for a joining rank is kept here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class UserCollectives:
             if isinstance(instruction, BarrierPassed):
                 passed.append(instruction)
             elif isinstance(instruction, Regroup) and worker.on_regroup:
-                worker.hear_of(instruction)
+                worker.note_regroup(instruction)
                 worker.on_regroup()
                 if not is_first and worker.place == 0:
                     reach()
@@ -78,7 +78,7 @@ class UserCollectives:
         if under_way is not None:
             self._epochs.groups.meet("elche.barrier()")
         else:
-            worker.regroup_if_told()
+            worker.regroup_if_due()
         reach()
         while not passed:
             worker.receive(handle, f"all ranks at {name}")
@@ -114,7 +114,7 @@ class UserCollectives:
             return self._gather_between(tensor, call)
         self._epochs.groups.meet(f"{call}()")
         worker.meets_in_forward = True
-        weight = under_way.weight_in_hand if is_of_batch else 1.0
+        weight = under_way.current_weight if is_of_batch else 1.0
         if self._config.loss_reduction == "sum":
             weight = float(weight > 0.0)
         return self._gather(tensor, weight, call)

@@ -133,7 +133,7 @@ def _complaint(schedule: Schedule, rank: int, one: StageAction, bits: int) -> st
         other = "B" if one.kind is Kind.BACKWARD_INPUT else "I"
         return f"the microbatch has {other} already; it takes either B, or I and W"
     before = "I" if one.kind is Kind.BACKWARD_WEIGHT else "F"
-    return f"it stands before its {before}"
+    return f"it comes before its {before}"
 
 
 def _missing(schedule: Schedule, done: dict[int, int]) -> Iterator[str]:

@@ -52,7 +52,7 @@ def batch_weight() -> float:
     Raises:
         ConfigError: there is no run yet.
     """
-    return needed(current_metrics(), "batch_weight").weight_in_hand
+    return needed(current_metrics(), "batch_weight").current_weight
 
 
 def metrics() -> list[WindowMetrics]:

@@ -99,7 +99,7 @@ def _run_between_epochs(call: str) -> Run | SingleRun:
         raise ConfigError(f"elche.{call}() needs a run: call elche.setup first")
     if run.is_in_epoch:
         raise ConfigError(
-            f"{call}() inside an epoch, where ranks hold different things; call it "
+            f"{call}() inside an epoch, where ranks hold different states; call it "
             "between epochs, on every rank"
         )
     return run

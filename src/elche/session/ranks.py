@@ -106,8 +106,8 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
         raise _no_run("elche.all_gather")
     if weight is not None and (run is not None or not weight > 0.0):
         raise ConfigError(
-            "expected weight= to be above 0, and only with elche.init_group (what a "
-            f"batch weighs under elche.setup says weight_of=), got {weight!r}"
+            "expected weight= to be above 0, and only with elche.init_group "
+            f"(elche.setup takes weight_of=), got {weight!r}"
         )
     if isinstance(run, Run):
         return run.collectives.gather_rows(tensor)

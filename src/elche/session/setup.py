@@ -115,8 +115,8 @@ def set_up(
     """Implementation of `elche.setup`; ``asked`` holds its settings."""
     if asked.config.policy == DELAYED_SYNC:
         raise ConfigError(
-            "policy 'delayed_sync' takes the loop's steps later, so it needs a loop of "
-            "elche's own: use elche.Trainer, or choose policy='sync'"
+            "policy 'delayed_sync' delays the loop's steps, so it needs elche's own "
+            "loop: use elche.Trainer, or choose policy='sync'"
         )
     optimizers = optimizers_of(optimizer)
     check_training(model, optimizers, loader)

@@ -62,7 +62,7 @@ class Device:
 
     def __post_init__(self) -> None:
         if (self.seconds_per_sample is None) == (not self.curve):
-            raise ConfigError("say one of seconds_per_sample and curve")
+            raise ConfigError("give one of seconds_per_sample and curve")
         if self.curve:
             self._check_curve()
         _check(
@@ -86,7 +86,7 @@ class Device:
     def _check_curve(self) -> None:
         curve = self.curve
         if self.seconds_per_batch:
-            raise ConfigError("a curve has the fixed time in it: no seconds_per_batch")
+            raise ConfigError("a curve includes the fixed time; omit seconds_per_batch")
         if len(curve) < 2:
             raise ConfigError(f"curve needs at least two points, got {len(curve)}")
         for samples, seconds in curve:
@@ -102,7 +102,7 @@ class Device:
                 )
         if curve[-1][1] < curve[-2][1]:
             raise ConfigError(
-                "curve must not fall at its end, where it goes on as it ends: got "
+                "curve must not fall at its end, from which it is extrapolated: got "
                 f"{curve[-1][1]} s after {curve[-2][1]} s"
             )
 
@@ -197,7 +197,7 @@ class LinkChange:
         at_least_zero = "at_s", "latency_s"
         _check(self, at_least_zero=at_least_zero, positive=("bytes_per_s",))
         if self.bytes_per_s is None and self.latency_s is None:
-            raise ConfigError("say bytes_per_s or latency_s of the changed link")
+            raise ConfigError("give bytes_per_s or latency_s of the changed link")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class Fault:
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
-                f"say exactly one of {', '.join(kinds)}, got {given or 'none'}"
+                f"give exactly one of {', '.join(kinds)}, got {given or 'none'}"
             )
 
     @property

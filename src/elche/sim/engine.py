@@ -133,7 +133,9 @@ class Engine:
         heap = self._heap
         while heap:
             if self._count > most_happenings:
-                raise DeadlockError(f"at {self.now_s:.6f} s it still goes on and on")
+                raise DeadlockError(
+                    f"at {self.now_s:.6f} s: over {most_happenings} events"
+                )
             when_s, _, act, args = heapq.heappop(heap)
             if until_s is not None and when_s > until_s:
                 self.now_s = until_s
@@ -143,7 +145,7 @@ class Engine:
         waiting = [p for p in self.processes.values() if p.is_alive and not p.is_hung]
         if waiting:
             raise DeadlockError(
-                f"at {self.now_s:.6f} s nothing happens any more, but "
+                f"at {self.now_s:.6f} s no event is left, but "
                 + "; ".join(
                     f"rank {p.rank} waits since {p.since_s:.6f} s for "
                     f"{_shown(p.wait, p.rank)}"

@@ -93,13 +93,13 @@ class Recovery:
         rank: rank that died or joined.
         at_s: time of the change.
         ranks: ranks that were alive then.
-        going: by rank, the time since which it trains again.
+        recovered_s: by rank, the time since which it trains again.
     """
 
     rank: int
     at_s: float
     ranks: frozenset[int]
-    going: dict[int, float] = field(default_factory=dict)
+    recovered_s: dict[int, float] = field(default_factory=dict)
 
 
 class History:
@@ -144,11 +144,11 @@ class History:
         """Records that a rank has died or requested to join."""
         self.recoveries.append(Recovery(rank, now_s, frozenset(alive)))
 
-    def going_again(self, rank: int, changed: Iterable[int], now_s: float) -> None:
+    def note_recovery(self, rank: int, changed: Iterable[int], now_s: float) -> None:
         """Records that a rank trains again after these ranks died or joined."""
         for recovery in self.recoveries:
             if recovery.rank in changed:
-                recovery.going.setdefault(rank, now_s)
+                recovery.recovered_s.setdefault(rank, now_s)
 
     def begin_phase(self, policy: str, now_s: float) -> None:
         """Begins a phase if the policy has changed."""

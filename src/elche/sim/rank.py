@@ -42,8 +42,8 @@ from elche.sim.simulated_loader import Loaded
 
 LEFT_BEHIND = (GrantBatches, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
-ALL_DEAD = "all who held the run's state have died"
-CANNOT_GO_ON = "ranks died where the others cannot take it up again"
+ALL_DEAD = "all ranks with the run's state have died"
+CANNOT_GO_ON = "ranks died where the others cannot recover"
 """Error messages of a rank, as in a real run."""
 FORWARD_PART = 1.0 / 3.0
 """Fraction of a batch's time that its forward pass takes."""
@@ -95,7 +95,7 @@ class World(ABC):
         self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
 
     @abstractmethod
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Handles an event that has arrived at the coordinator."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class World(ABC):
 
     def send(self, event: Event) -> None:
         """Sends a rank's message to the core."""
-        self.engine.travel("up", event.rank, self.hear, event)
+        self.engine.travel("up", event.rank, self.receive, event)
 
     def take(self, rank: int) -> Instruction | None:
         """Returns the next instruction in a rank's inbox, or None.
@@ -171,7 +171,7 @@ class Rank:
         self.reduced = -1
         self.gradients_s = 0.0
         self.changed: set[int] = set()
-        self.left_out: frozenset[int] = frozenset()
+        self.excluded: frozenset[int] = frozenset()
         self.is_back = False
         self._probe_s = 0.0
         self._is_new = is_new
@@ -197,7 +197,7 @@ class Rank:
         run = self.sim.cluster.run
         for number in range(run.runs):
             self.run, self.epoch = number, 0
-            self.reduced, self.left_out = -1, frozenset()
+            self.reduced, self.excluded = -1, frozenset()
             began_s = self.now_s
             self.sim.send(join_of(self.sim.cluster, self.rank, self.device))
             yield from self._welcome()
@@ -216,7 +216,7 @@ class Rank:
         begin = yield from self._begin()
         self.history.wait(self.rank, START, began_s, self.now_s)
         if begin.policy != "sync":
-            self.left_out = frozenset()
+            self.excluded = frozenset()
         self.sizes = BatchSizes(begin.sizes, BatchCut(*begin.cut))
         end = yield from self._epoch_of(self, begin)
         self.rest = self.rest.after(end)
@@ -293,7 +293,7 @@ class Rank:
             if inbox:
                 self.take_all(handle)
             else:
-                yield Receive("the ranks that stay to be named")
+                yield Receive("the remaining ranks to be named")
         self.history.wait(self.rank, REGROUP, began_s, self.now_s)
 
     def parts_of(self, batch: int, start: int, stop: int) -> tuple[Range, ...]:
@@ -311,13 +311,13 @@ class Rank:
             history.trained[key] += [(self.rank, *part) for part in parts]
 
     def regroup(
-        self, regroup: Regroup, said: object
+        self, regroup: Regroup, shared: object
     ) -> Generator[Any, Any, dict[int, Any] | None]:
         """Forms the group of a new generation.
 
         Args:
             regroup: the coordinator's instruction.
-            said: this rank's value for the other members.
+            shared: this rank's value for the other members.
 
         Returns:
             Each rank's value; None: a rank has died, and another group is formed.
@@ -332,7 +332,7 @@ class Rank:
             ),
         )
         group.value = group.value or {}
-        group.value[self.rank] = said
+        group.value[self.rank] = shared
         formed: bool = yield group
         self.history.wait(self.rank, REGROUP, began_s, self.now_s)
         if not formed:
@@ -342,7 +342,7 @@ class Rank:
         found: dict[int, Any] = group.value
         return found
 
-    def say_regrouped(self, reduced: int, lost: Runs = ()) -> None:
+    def report_regrouped(self, reduced: int, lost: Runs = ()) -> None:
         """Reports that the new group is formed, with its settled result."""
         self.sim.send(
             Regrouped(
@@ -354,7 +354,7 @@ class Rank:
             )
         )
 
-    def hand_over(
+    def broadcast(
         self, what: str, source: int, *number: int
     ) -> Generator[Any, Any, bool]:
         """Broadcasts data as large as the model from one rank to the group.
@@ -386,10 +386,10 @@ class Rank:
         self.sim.send(Failed(rank=self.rank, error=error, traceback=""))
         raise AbortedError(error)
 
-    def goes_on(self) -> None:
+    def note_recovery(self) -> None:
         """Records that it trains, or has ended its epoch, after a membership change."""
         self.is_back = False
-        self.history.going_again(self.rank, self.changed, self.now_s)
+        self.history.note_recovery(self.rank, self.changed, self.now_s)
         self.changed.clear()
 
     def _begin(self) -> Generator[Any, Any, BeginEpoch]:
@@ -423,17 +423,17 @@ class Rank:
 
         The epoch is opened again, since the first rank may have changed.
         """
-        self.left_out = frozenset()
+        self.excluded = frozenset()
         mine = None if self._is_new else (self.epoch, self.rest)
-        said = yield from self.regroup(regroup, mine)
-        if said is None:
+        shared = yield from self.regroup(regroup, mine)
+        if shared is None:
             return
-        held = {rank: state for rank, state in said.items() if state is not None}
-        if len(held) < len(said):
+        held = {rank: state for rank, state in shared.items() if state is not None}
+        if len(held) < len(shared):
             if not held:
                 self.fail(ALL_DEAD)
             source = min(held)
-            if not (yield from self.hand_over("state", source)):
+            if not (yield from self.broadcast("state", source)):
                 return
             if self._is_new:
                 self.epoch, self.rest = held[source]
@@ -442,7 +442,7 @@ class Rank:
                     self.books.take_steps(self.rank, source)
             yield from self._probe()
         self._open()
-        self.say_regrouped(-1)
+        self.report_regrouped(-1)
 
     def _welcome(self) -> Generator[Any, Any, None]:
         while (instruction := self.sim.take(self.rank)) is None:

@@ -169,7 +169,7 @@ def report_of(sim: Simulation) -> Report:
     capacity = sum(
         _solo_speed(sim, rank, sums) * alive_s[rank]
         for rank, sums in ranks
-        if not sim.is_turned_away(rank)
+        if not sim.is_rejected(rank)
     )
     timed = sim.watch.timer is not None and load.events > 0
     phases = _phases(sim)
@@ -185,8 +185,8 @@ def report_of(sim: Simulation) -> Report:
         goodput=effective / seconds / _fastest_alone(sim),
         phases=phases,
         choices=tuple(
-            ChoiceReport(at_s=at_s, policy=told.policy, reason=told.reason)
-            for at_s, told in history.choices
+            ChoiceReport(at_s=at_s, policy=choice.policy, reason=choice.reason)
+            for at_s, choice in history.choices
         ),
         waits=waits,
         sync_overhead=waits["window end"] + waits["reduction"] + copies,
@@ -261,8 +261,8 @@ def _recoveries(sim: Simulation) -> tuple[float | None, ...]:
     for recovery in sim.history.recoveries:
         dead = {r for r, sums in sim.history.ranks.items() if sums.has_died}
         waited_for = recovery.ranks - dead
-        if waited_for and waited_for <= recovery.going.keys():
-            last_s = max(recovery.going[rank] for rank in waited_for)
+        if waited_for and waited_for <= recovery.recovered_s.keys():
+            last_s = max(recovery.recovered_s[rank] for rank in waited_for)
             found.append(last_s - recovery.at_s)
         else:
             found.append(None)

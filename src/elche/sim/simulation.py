@@ -166,7 +166,7 @@ class Simulation(World):
                     there, epoch, sizes, whole=whole
                 )
 
-    def is_turned_away(self, rank: int) -> bool:
+    def is_rejected(self, rank: int) -> bool:
         """True if a rank waited to join until the run was over."""
         sums = self.history.ranks[rank]
         return (
@@ -183,25 +183,25 @@ class Simulation(World):
         script = Rank(self, rank, device, self._epoch_of, is_new=is_new).live()
         self.engine.start(rank, script, after_s)
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Passes an event to the core and sends its instructions to the ranks."""
         now_s, timer = self.engine.now_s, self.watch.timer or float  # 0.0
         began_s = timer()
-        told = self.core.handle(event, now_s)
-        self.load.count(type(event).__name__, timer() - began_s, len(told))
-        self._note(told)
-        for instruction in told:
+        replies = self.core.handle(event, now_s)
+        self.load.count(type(event).__name__, timer() - began_s, len(replies))
+        self._note(replies)
+        for instruction in replies:
             engine = self.engine
             engine.travel("down", instruction.rank, engine.deliver, instruction)
         if self.watch.details:
-            self.messages += [(now_s, message) for message in (event, *told)]
+            self.messages += [(now_s, message) for message in (event, *replies)]
         if self.books:
             self.core.check()
 
-    def _note(self, told: list[Instruction]) -> None:
+    def _note(self, replies: list[Instruction]) -> None:
         """Records groups of generations, plans of reductions, and policies."""
         now_s, groups = self.engine.now_s, defaultdict[int, set[int]](set)
-        for one in told:
+        for one in replies:
             match one:
                 case Welcome() | Regroup():
                     groups[one.generation].add(one.rank)
@@ -219,13 +219,13 @@ class Simulation(World):
         """Records that a process has ended by itself."""
         self.history.ranks[rank].ended_s = self.engine.now_s
         if by_abort:
-            self.engine.travel("up", rank, self.hear, RankLost(rank=rank))
+            self.engine.travel("up", rank, self.receive, RankLost(rank=rank))
         else:
             self.history.finished.add(rank)
 
     def _tick(self) -> None:
         if any(p.is_alive and not p.is_hung for p in self.engine.processes.values()):
-            self.hear(Tick())
+            self.receive(Tick())
             self.engine.at(self.engine.now_s + TICK_S, self._tick)
 
     def _plan_fault(self, fault: Fault) -> None:
@@ -276,4 +276,4 @@ class Simulation(World):
         sums = self.history.ranks[rank]
         sums.ended_s, sums.has_died = self.engine.now_s, True
         self.history.changed(rank, self.engine.now_s, self.alive)
-        self.engine.travel("up", rank, self.hear, RankLost(rank=rank))
+        self.engine.travel("up", rank, self.receive, RankLost(rank=rank))

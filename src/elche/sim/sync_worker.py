@@ -75,8 +75,8 @@ class SimulatedSyncEpoch:
         self._end: EndEpoch | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None
-        self._has_changed = self._has_said = False
-        self._in_hand: _Computed | None = None
+        self._has_changed = self._has_reported = False
+        self._current: _Computed | None = None
         self._members_before = rank.sim.groups[rank.generation]
         self._lost = LostRanks()
         self._break_at = rank.sim.break_at(rank.rank, begin.epoch)
@@ -88,25 +88,25 @@ class SimulatedSyncEpoch:
         while True:
             rank.take_all(self._handle)
             if self._adopt is not None:
-                yield from self._take_over(self._adopt)
+                yield from self._copy_model(self._adopt)
             elif self._regroup is not None and self._end is None:
                 yield from self._reform(self._regroup)
             elif self._has_changed:
                 yield from self._join_others()
             elif self._end is not None:
                 break
-            elif self._in_hand is not None:
-                yield from self._reduce(self._in_hand)
+            elif self._current is not None:
+                yield from self._reduce(self._current)
             elif self._is_over or not self._loader.has_work:
                 yield from self._wait()
             else:
                 yield from self._compute()
         if self._lost.is_settled:
-            rank.left_out = frozenset()
+            rank.excluded = frozenset()
         if self._regroup is not None:
             self._sim.engine.processes[rank.rank].inbox.appendleft(self._regroup)
         elif rank.is_back:
-            rank.goes_on()
+            rank.note_recovery()
         return self._end
 
     @property
@@ -127,7 +127,7 @@ class SimulatedSyncEpoch:
         self._pass_over(step - 1)
         while self._end is None:
             if self._adopt is not None:
-                yield from self._take_over(self._adopt)
+                yield from self._copy_model(self._adopt)
                 continue
             while self._loader.has_work:
                 item = self._loader.take(self._rank.now_s)
@@ -145,27 +145,27 @@ class SimulatedSyncEpoch:
     def _wait(self) -> Script:
         """Waits for a grant, the end of the epoch, or a membership change."""
         rank, began_s = self._rank, self._rank.now_s
-        number, is_left_out = rank.reduced + 1, rank.rank in rank.left_out
+        number, is_excluded = rank.reduced + 1, rank.rank in rank.excluded
         self._report()
-        if self._is_over and not (self._has_said or is_left_out):
-            self._has_said = True
-            self._say_taken(number - 1, 0.0)
+        if self._is_over and not (self._has_reported or is_excluded):
+            self._has_reported = True
+            self._report_model(number - 1, 0.0)
         yield Receive(f"the grant of step {number} of {rank.sizes.num_batches}")
         is_over = self._is_over or number == rank.sizes.num_batches
-        cause = LEFT_OUT if is_left_out else WINDOW_END if is_over else LEASE
+        cause = LEFT_OUT if is_excluded else WINDOW_END if is_over else LEASE
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
     def _compute(self) -> Script:
         """Computes this rank's share of the next step."""
         rank = self._rank
         if rank.is_back:
-            rank.goes_on()
+            rank.note_recovery()
         item = self._loader.take(rank.now_s)
-        due = self._report_beneath if self._reports.due else None
+        due = self._report_in_backward if self._reports.due else None
         cost = yield from rank.run_batch(item, f"step {item.number}", due)
-        self._in_hand = _Computed(item, rank.gradients_s, rank.now_s, cost)
+        self._current = _Computed(item, rank.gradients_s, rank.now_s, cost)
 
-    def _report_beneath(self) -> None:
+    def _report_in_backward(self) -> None:
         """Reports under a backward pass, and handles received instructions."""
         self._report()
         self._rank.take_all(self._handle)
@@ -190,7 +190,7 @@ class SimulatedSyncEpoch:
 
     def _took(self, step: _Computed) -> None:
         """Records that the current step is in the model."""
-        rank, self._in_hand = self._rank, None
+        rank, self._current = self._rank, None
         rank.reduced = step.item.number
         step.cost.sync_wait_s = rank.now_s - step.ended_s
 
@@ -213,46 +213,46 @@ class SimulatedSyncEpoch:
         self._report()
         self._reports.void()
         passes, place = rank.reduced + 1, None
-        if rank.rank not in rank.left_out:
-            begun = passes if self._in_hand is not None else rank.reduced
+        if rank.rank not in rank.excluded:
+            begun = passes if self._current is not None else rank.reduced
             place = StepPlace(passes, first=passes, begun=begun)
-        said = yield from rank.regroup(regroup, place)
-        if said is None or not (yield from self._settle(said)):
+        sent = yield from rank.regroup(regroup, place)
+        if sent is None or not (yield from self._settle(sent)):
             yield from rank.await_regroup(self._handle)
             return
         self._lost.confirm()
-        self._has_said = False
-        rank.say_regrouped(self._lost.last, self._lost.to_wire())
+        self._has_reported = False
+        rank.report_regrouped(self._lost.last, self._lost.to_wire())
 
-    def _settle(self, said: dict[int, StepPlace | None]) -> Generator[Any, Any, bool]:
+    def _settle(self, sent: dict[int, StepPlace | None]) -> Generator[Any, Any, bool]:
         """Agrees on the last step; ranks that lack its sums copy them."""
         rank = self._rank
-        places = {each: said[each] for each in sorted(said)}
+        places = {each: sent[each] for each in sorted(sent)}
         there = {each: at for each, at in places.items() if at is not None}
         found = settle([*there.values()])
-        self._lost.take(self._members_before - said.keys(), found)
+        self._lost.take(self._members_before - sent.keys(), found)
         if found.source is not None:
             source = [*there][found.source]
-            if not (yield from rank.hand_over("sums", source)):
+            if not (yield from rank.broadcast("sums", source)):
                 return False
             place = there.get(rank.rank)
             if place is not None and place.passes < found.passes:
-                assert self._in_hand is not None
+                assert self._current is not None
                 if books := rank.books:
                     books.take_steps(rank.rank, source)
-                self._took(self._in_hand)
-        if self._in_hand is not None:
-            self._in_hand.ready_s = rank.now_s  # all of it is sent again
+                self._took(self._current)
+        if self._current is not None:
+            self._current.ready_s = rank.now_s  # all of it is sent again
         return True
 
     def _join_others(self) -> Script:
         """Forms the group of the active ranks after an exclusion has changed."""
         rank, began_s, self._has_changed = self._rank, self._rank.now_s, False
-        if rank.rank in rank.left_out:
+        if rank.rank in rank.excluded:
             return
         key = "left out", rank.run, rank.generation, self._epoch, rank.reduced
         formed = yield rank.engine.arrive(
-            (*key, rank.left_out),
+            (*key, rank.excluded),
             rank.rank,
             lambda: Collective(self._members, self._sim.cluster.run.regroup_s),
         )
@@ -263,21 +263,21 @@ class SimulatedSyncEpoch:
     @property
     def _members(self) -> frozenset[int]:
         """Ranks that take part in steps."""
-        return self._sim.groups[self._rank.generation] - self._rank.left_out
+        return self._sim.groups[self._rank.generation] - self._rank.excluded
 
-    def _take_over(self, adopt: Adopt) -> Script:
+    def _copy_model(self, adopt: Adopt) -> Script:
         """Copies the model of the rank with most steps; all ranks do so."""
         rank, began_s = self._rank, self._rank.now_s
         self._adopt = None
         number = self._epoch, adopt.window
-        if not (yield from rank.hand_over("adopt step", adopt.source, *number)):
+        if not (yield from rank.broadcast("adopt step", adopt.source, *number)):
             rank.fail(CANNOT_GO_ON)
         if books := rank.books:
             books.take_steps(rank.rank, adopt.source)
         rank.reduced = adopt.window
-        self._say_taken(adopt.window, rank.now_s - began_s)
+        self._report_model(adopt.window, rank.now_s - began_s)
 
-    def _say_taken(self, step: int, sync_s: float) -> None:
+    def _report_model(self, step: int, sync_s: float) -> None:
         """Reports that this rank's model now includes a step."""
         rank, epoch = self._rank.rank, self._epoch
         taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
@@ -302,9 +302,9 @@ class SimulatedSyncEpoch:
             case Adopt():
                 self._adopt = instruction
             case LeaveOut():
-                left_out = frozenset(instruction.left_out)
-                self._has_changed = left_out != self._rank.left_out
-                self._rank.left_out = left_out
+                excluded = frozenset(instruction.left_out)
+                self._has_changed = excluded != self._rank.excluded
+                self._rank.excluded = excluded
             case GrantBatches():
                 self._granted(instruction)
             case _:

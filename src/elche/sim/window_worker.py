@@ -56,7 +56,7 @@ class SimulatedWindowEpoch:
         self._is_finite = True
         self._in_flight: Collective | None = None
         self._last: Reduce | None = None
-        self._handed_out = 0
+        self._batches_drawn = 0
         self._break_at = rank.sim.break_at(rank.rank, begin.epoch)
         self._is_leaving = False
         self._closed_s = 0.0
@@ -77,7 +77,7 @@ class SimulatedWindowEpoch:
                 and in_flight.done_s.get(rank.rank, float("inf")) <= rank.now_s,
             )
             if rank.is_back and action.do in (Do.TRAIN, Do.STOP):
-                rank.goes_on()
+                rank.note_recovery()
             if action.do is Do.TRAIN:
                 yield from self._train_on(loader.take(rank.now_s))
             elif loop.end is not None and action.do in (Do.STOP, Do.REGROUP):
@@ -99,8 +99,8 @@ class SimulatedWindowEpoch:
         self._loop.trained(cost.busy_s if cost.is_timed else None)
         if self._reports.batch_done(item.number, cost) or self._loop.is_throttled:
             self._report()
-        self._handed_out += 1
-        if self._handed_out == self._break_at:
+        self._batches_drawn += 1
+        if self._batches_drawn == self._break_at:
             self._leave()
 
     def _carry_out(self, action: Action) -> Script:
@@ -201,9 +201,9 @@ class SimulatedWindowEpoch:
         self._in_flight = None
         if books := rank.books:
             if collective.value is None:
-                told = self._sim.plans[plan.window]
+                weights = self._sim.plans[plan.window]
                 collective.value = books.reduce(
-                    {member: told[member] for member in collective.members}
+                    {member: weights[member] for member in collective.members}
                 )
             books.adopt(rank.rank, plan.window, collective.value)
         self._adopted(plan, began_s)
@@ -242,13 +242,13 @@ class SimulatedWindowEpoch:
         self._report()
         lacks = last is not None and loop.reduced_window < last.window
         holds = last is not None and not lacks
-        said = yield from rank.regroup(regroup, (lacks, holds))
-        if said is None:
+        shared = yield from rank.regroup(regroup, (lacks, holds))
+        if shared is None:
             yield from rank.await_regroup(self._handle)
             return
-        holders = [each for each in sorted(said) if said[each][1]]
-        if holders and any(lack for lack, _ in said.values()):
-            if not (yield from rank.hand_over("result", holders[0])):
+        holders = [each for each in sorted(shared) if shared[each][1]]
+        if holders and any(lack for lack, _ in shared.values()):
+            if not (yield from rank.broadcast("result", holders[0])):
                 yield from rank.await_regroup(self._handle)
                 return
             if lacks:
@@ -259,7 +259,7 @@ class SimulatedWindowEpoch:
                     books.take(rank.rank, holders[0], last.window)
         loop.regrouped()
         self._in_flight = None
-        rank.say_regrouped(rank.reduced)
+        rank.report_regrouped(rank.reduced)
 
     def _report(self) -> None:
         """Sends the finished batches of a lease to the coordinator."""

@@ -33,8 +33,7 @@ def bind(name: str, used_for: str) -> Any:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
             f"expected a torch that has {name}, which {used_for}; torch "
-            f"{torch.__version__} has it no more: install an older torch or a newer "
-            "elche"
+            f"{torch.__version__} lacks it: install an older torch or a newer elche"
         )
 
     return refuse

@@ -195,7 +195,7 @@ class Fitting:
     def _step(self, batch: Any) -> None:
         loss = self._parts.backward(
             batch,
-            self.metrics.samples_in_hand,
+            self.metrics.current_samples,
             lambda part: self._recipe.loss(self._model, part),
         )
         if self._delayed is None:
@@ -203,7 +203,7 @@ class Fitting:
         else:
             self._delayed.step()
         if self._config.run.loss_reduction == "sum":
-            loss = loss.detach() / (self.metrics.weight_in_hand or 1.0)
+            loss = loss.detach() / (self.metrics.current_weight or 1.0)
         self.metrics.log("loss", loss)
 
     def _update(self) -> None:

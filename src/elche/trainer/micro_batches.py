@@ -167,8 +167,8 @@ class MicroBatches:
         counts = [float(samples) for _, samples in parts]
         weights = self._weights
         if weights is not None:
-            said = [weights.of(part, f"a micro-batch of {n}") for part, n in parts]
-            counts = said if any(said) else counts
+            by_user = [weights.of(part, f"a micro-batch of {n}") for part, n in parts]
+            counts = by_user if any(by_user) else counts
         total = sum(counts)
         pairs = zip(parts, counts, strict=True)
         return [(part, count / total) for (part, _), count in pairs if count]

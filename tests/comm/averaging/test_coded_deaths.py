@@ -203,12 +203,12 @@ def close_without_sums_for(late: Rank, ranks: Sequence[Rank]) -> None:
         rank.close(200 + place)
 
 
-def hand_over(ranks: Sequence[Rank], step: Reduce, *, keeps: bool) -> None:
+def copy_result(ranks: Sequence[Rank], step: Reduce, *, keeps: bool) -> None:
     """The second rank takes what the first one has."""
     group = cast(Any, Handing())
     for place, rank in enumerate(ranks):
         group.rank = place
-        rank.averager.hand_over(group, 0, step, lacks=place == 1, keeps=keeps)
+        rank.averager.copy_result(group, 0, step, lacks=place == 1, keeps=keeps)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
@@ -251,7 +251,7 @@ def test_who_lacks_an_average_takes_it_and_sends_nothing_of_it_again(
     assert not ranks[1].averager.has_sum(step)
     ranks[2].exchange.commit()
     account.lost += ranks[2].left_out
-    hand_over(ranks[:2], step, keeps=keeps)
+    copy_result(ranks[:2], step, keeps=keeps)
     connect(ranks[:2])
     account.commit(ranks, before, ranks[0])
     account.check(ranks[:2])
@@ -325,7 +325,7 @@ def test_who_takes_an_average_takes_the_outer_momentum_as_it_is_then() -> None:
     close_without_sums_for(ranks[1], ranks)
     step = begin(ranks, 2, outer="nesterov", outer_lr=0.7)
     ranks[0].averager.adopt(step)
-    hand_over(ranks[:2], step, keeps=True)
+    copy_result(ranks[:2], step, keeps=True)
     check_common(ranks[:2])
     connect(ranks[:2])
     for place, rank in enumerate(ranks[:2]):

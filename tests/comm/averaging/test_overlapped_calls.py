@@ -41,17 +41,17 @@ Calls = Callable[[OverlappedAverager], object]
 @pytest.mark.parametrize(
     ("before", "call", "says"),
     [
-        ("", lambda a: a.begin(plan()), r"begin\(\) came when nothing has been taken"),
-        ("", lambda a: a.poll(), r"poll\(\) came when nothing has been taken"),
-        ("", lambda a: a.adopt(plan()), r"adopt\(\) came when nothing has been taken"),
-        ("s", lambda a: a.adopt(plan()), r"adopt\(\) came when a drift has been sent"),
-        ("0", lambda a: a.adopt(plan()), r"adopt\(\) came when a snapshot has been"),
-        ("s", lambda a: a.snapshot(1.0), r"snapshot\(\) came when a drift has been"),
-        ("sb", lambda a: a.snapshot(1.0), r"snapshot\(\) came when a reduction is"),
+        ("", lambda a: a.begin(plan()), r"begin\(\) was called when nothing has been"),
+        ("", lambda a: a.poll(), r"poll\(\) was called when nothing has been"),
+        ("", lambda a: a.adopt(plan()), r"adopt\(\) was called when nothing has been"),
+        ("s", lambda a: a.adopt(plan()), r"adopt\(\) was called when a drift has been"),
+        ("0", lambda a: a.adopt(plan()), r"adopt\(\) was called when a snapshot has"),
+        ("s", lambda a: a.snapshot(1.0), r"snapshot\(\) was called when a drift has"),
+        ("sb", lambda a: a.snapshot(1.0), r"snapshot\(\) was called when a reduction"),
         ("0", lambda a: a.begin(plan()), "it has not sent one"),
-        ("s", lambda a: a.begin(plan(weight=0.0)), "weighs 0.0 in the plan, it has"),
-        ("sb", lambda a: a.begin(plan()), r"begin\(\) came when a reduction is under"),
-        ("sb", lambda a: a.rebase(), r"rebase\(\) came when a reduction is under way"),
+        ("s", lambda a: a.begin(plan(weight=0.0)), "of weight 0.0 in the plan, has"),
+        ("sb", lambda a: a.begin(plan()), r"begin\(\) was called when a reduction"),
+        ("sb", lambda a: a.rebase(), r"rebase\(\) was called when a reduction"),
         ("sb", lambda a: a.adopt(plan(window=3)), "expected to adopt window 0, got 3"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_result_of_another_rank_keeps_steps_that_are_numbers(
     moved(parameter, by)
     averager.snapshot(1.0)
     moved(parameter, 1.0)
-    averager.hand_over(Bus(2).group(0), 1, plan(), lacks=True, keeps=True)
+    averager.copy_result(Bus(2).group(0), 1, plan(), lacks=True, keeps=True)
     assert parameter.tolist() == [held, held]
 
 

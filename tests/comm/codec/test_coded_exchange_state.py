@@ -65,7 +65,7 @@ def test_a_sum_that_nobody_adopts_leaves_residuals_alone(world_size: int) -> Non
         end.sum_into(0, 301, first)
         end.rollback()
         assert not bool(end.residual.any())
-        with pytest.raises(ProtocolError, match=r"sum_into\(\) came when nothing"):
+        with pytest.raises(ProtocolError, match=r"sum_into\(\) was called when no"):
             end.sum_into(0, 301, first)
     assert torch.equal(summed(ends, sent)[0], first)
 
@@ -101,7 +101,7 @@ def test_no_rank_has_a_sum_while_a_part_of_it_is_missing() -> None:
 
 def test_nothing_is_committed_before_anything_was_begun() -> None:
     _, ends = exchanges(2, CODECS["int8"], 11)
-    with pytest.raises(ProtocolError, match=r"commit\(\) came when nothing"):
+    with pytest.raises(ProtocolError, match=r"commit\(\) was called before"):
         ends[0].commit()
 
 
@@ -118,9 +118,9 @@ def test_a_message_given_up_half_way_breaks_the_exchange() -> None:
     _, ends = exchanges(2, CODECS["int8"], 11)
     ends[0].begin(0)
     ends[0].rollback()
-    with pytest.raises(CommunicationError, match="a message was given up; expected a"):
+    with pytest.raises(CommunicationError, match="a message was dropped; open a"):
         ends[0].wait("a test")
-    with pytest.raises(ProtocolError, match="a message failed or was given up"):
+    with pytest.raises(ProtocolError, match="a message failed or was dropped"):
         ends[0].begin(0)
 
 

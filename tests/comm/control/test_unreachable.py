@@ -37,7 +37,7 @@ time.sleep(60.0)  # as in an evaluation
     ("does", "says"),
     [
         ("waits", "CommunicationError: rank 0 lost the coordinator"),
-        ("computes", "elche: a rank ends, since it does not reach its coordinator"),
+        ("computes", "elche: a rank ends: it cannot reach its coordinator"),
     ],
 )
 def test_a_rank_that_does_not_reach_it_ends(does: str, says: str) -> None:

@@ -222,15 +222,15 @@ def test_work_beneath_runs_once_and_only_in_a_pass_that_is_reduced(
         for exchange in exchanges(made):
             come(exchange)
 
-    made.beneath = lambda: done.append("a")
+    made.on_backward = lambda: done.append("a")
     run(holds=True)
     loss_of(chain).backward()  # the user's own
     assert done == []
     run()
     run()
     assert done == ["a"]
-    made.beneath = lambda: done.append("b")
-    made.beneath = None
+    made.on_backward = lambda: done.append("b")
+    made.on_backward = None
     run()
     assert done == ["a"]
 
@@ -284,7 +284,7 @@ def test_sums_that_another_rank_has_are_published_and_nothing_is_reduced_anew(
         for exchange in exchanges(made):
             come(exchange)
         survivors = Group.alone(1.0)
-        made.go_on_in(survivors, 0, lambda part: part, lacks=True)
+        made.continue_in(survivors, 0, lambda part: part, lacks=True)
         died.append(True)
 
     made.on_lost = go_on

@@ -56,12 +56,12 @@ def test_after_a_death_weights_are_sent_by_the_next_total() -> None:
         weights.begin_step(weight)
         assert weights.open_pass(side) == weight / reference_of(weight)
         assert weights.close_pass() == reference_of(weight) / weight
-        weights.go_on_in(Bus(1).group(0), source=None)
+        weights.continue_in(Bus(1).group(0), source=None)
 
 
 def test_who_was_handed_sums_can_hand_them_on() -> None:
     """With what they are multiplied by, where another death comes before all have."""
     group: Any = After()
     weights = StepWeights([], group)
-    assert weights.go_on_in(group, source=1) == 3.0
-    assert weights.go_on_in(group, source=0) == 3.0
+    assert weights.continue_in(group, source=1) == 3.0
+    assert weights.continue_in(group, source=0) == 3.0

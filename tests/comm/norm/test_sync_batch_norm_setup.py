@@ -85,7 +85,7 @@ def test_layers_converted_after_setup_meet_from_the_next_epoch_on(
     ("policy", "batches", "says"),
     [
         ("sync", 2, "or BatchNorm layers converted, inside an epoch"),
-        ("cadence", 0, "1 is a SyncBatchNorm layer, in which all ranks"),
+        ("cadence", 0, "1 is a SyncBatchNorm layer, which needs all"),
     ],
 )
 def test_layers_converted_too_late_are_refused(
@@ -117,7 +117,7 @@ def test_policies_in_which_ranks_do_not_meet_refuse(
     )
     for outcome in ended:
         assert outcome.error is not None
-        assert "1 is a SyncBatchNorm layer, in which all ranks" in outcome.error.text
+        assert "1 is a SyncBatchNorm layer, which needs all" in outcome.error.text
 
 
 def _said_at_setup(policy: str, prepare: str) -> list[str]:

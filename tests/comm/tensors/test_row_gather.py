@@ -98,7 +98,7 @@ def test_what_a_rank_of_weight_0_holds_does_not_spread() -> None:
     "other", [torch.ones(2, 4), torch.ones(2, 3).double(), torch.ones(2)], ids=str
 )
 def test_other_rows_are_refused_by_name(other: torch.Tensor) -> None:
-    with pytest.raises(MismatchError, match=r"call 1: ranks bring \['rows \[3\] torch"):
+    with pytest.raises(MismatchError, match=r"call 1: ranks pass \['rows \[3\] torch"):
         on_ranks(2, gathered, [torch.ones(2, 3), other], [1.0, 1.0])
     grown = torch.ones(2, 3, requires_grad=True)
     with pytest.raises(MismatchError, match=r"torch\.float32 with gradient"):

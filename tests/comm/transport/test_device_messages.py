@@ -58,7 +58,7 @@ def test_every_kind_of_tensor_comes_whole(by: str) -> None:
     with two(cables) as (first, second):
         found = passed(first, second, Message(TENSORS, ["t"]), tag)
         expected = len(TENSORS) if by == "devices" else 0
-        assert second.devices.stream.handed_over == len(TENSORS)
+        assert second.devices.stream.marked == len(TENSORS)
     assert len(cables[0].carried) == max(0, expected - 1), "an empty one needs no way"
     check_whole(found)
 
@@ -84,8 +84,8 @@ def test_what_is_not_computed_is_not_begun_and_has_the_deadline() -> None:
         first.devices.stream.looks = NEVER
         with pytest.raises(DeadlineError, match=r"waited 1\.0 s for \[0\]: the act"):
             passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
-        assert second.devices.stream.handed_over == 0
-        with pytest.raises(DeadlineError, match=r"for \[1\]: its receiving what was"):
+        assert second.devices.stream.marked == 0
+        with pytest.raises(DeadlineError, match=r"for \[1\]: sent messages to be"):
             first.flush(0.1)
     assert not cables[0].waiting, "a device received what was not there"
 

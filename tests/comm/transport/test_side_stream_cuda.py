@@ -24,7 +24,7 @@ def test_it_tells_what_is_computed_and_does_not_wait_for_it() -> None:
         beside = torch.ones(3, device=device)
         assert beside.tolist() == [1.0] * 3
     assert not is_through()
-    side.hand_over(beside)
+    side.mark_used(beside)
     until_s = time.monotonic() + 60.0
     while not is_through():
         assert time.monotonic() < until_s

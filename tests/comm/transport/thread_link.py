@@ -222,7 +222,7 @@ class Beside:
 
     def __init__(self, looks: int = 3) -> None:
         self.looks = looks
-        self.handed_over = 0
+        self.marked = 0
 
     def computed(self) -> Callable[[], bool]:
         left = [self.looks]
@@ -236,8 +236,8 @@ class Beside:
     def beside(self) -> Any:
         return nullcontext()
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        self.handed_over += 1
+    def mark_used(self, tensor: torch.Tensor) -> None:
+        self.marked += 1
 
 
 def untaken(ends: PointToPoint) -> int:

@@ -194,7 +194,7 @@ def test_strange_entries(
     mean = WeightedMean()
     for entry in entries:
         mean.add(*entry)
-    assert (mean.value, mean.left_out) == (value, left_out)
+    assert (mean.value, mean.excluded) == (value, left_out)
 
 
 def test_divergence_is_there_when_all_have_said_it() -> None:

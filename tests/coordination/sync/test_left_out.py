@@ -13,7 +13,7 @@ from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync import left_out
-from elche.coordination.sync.left_out import LeftOutRanks
+from elche.coordination.sync.left_out import ExcludedRanks
 from elche.coordination.sync.model_handover import ModelHandover
 from elche.coordination.sync.step_shares import StepShares
 from tests.coordination.test_core import steps_done
@@ -29,7 +29,7 @@ class Core:
         settings = Settings(config=RunConfig(**nested(options)))
         self.ranks = list(range(world))
         self.shares = StepShares(settings, self.ranks)
-        self.left_out = LeftOutRanks(self.ranks, settings, self.shares)
+        self.left_out = ExcludedRanks(self.ranks, settings, self.shares)
         self.now_s = 0.0
         self.slow_s, self.wait_s = SLOW_S, wait_s
 
@@ -70,7 +70,7 @@ def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> N
     core = Core()
     (line,) = reasons(core.epoch(0))
     assert core.left_out.ranks == (1,)
-    assert "rank 1 left out: steps of 202 ms take 32 ms without it (6.3" in line
+    assert "rank 1 excluded: steps of 202 ms take 32 ms without it (6.3" in line
     core.slow_s = 0.0
     lines = [line for number in range(1, 40) for line in reasons(core.epoch(number))]
     assert core.left_out.ranks == ()
@@ -104,7 +104,7 @@ def test_a_trial_that_is_slower_ends_where_no_prediction_says_so(
     monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
     core = Core()
     core.epoch(0)
-    monkeypatch.setattr(LeftOutRanks, "_shorter", lambda ranks, step_s: None)
+    monkeypatch.setattr(ExcludedRanks, "_shorter", lambda ranks, step_s: None)
     lines = [line for number in range(1, 4) for line in reasons(core.epoch(number))]
     assert core.left_out.ranks == (1,)
     assert lines == []
@@ -141,7 +141,7 @@ def test_who_was_left_out_lacks_the_model_until_it_is_brought() -> None:
     for dead in (set(), {1}):
         members -= dead
         assert handover.is_due
-        told = handover.tell(members, 0, 9)
+        told = handover.instruct(members, 0, 9)
         assert [(one.rank, one.source, one.window) for one in told] == [
             (rank, 0, 9) for rank in sorted(members)
         ]

@@ -63,7 +63,7 @@ def test_a_rank_that_ran_its_steps_in_an_earlier_group_runs_those_of_the_next() 
     policy.arrived(1, ())
     policy.arrived(0, ())
     policy.regrouped({0: 0, 1: 0}, 0.0)
-    assert policy.waiting_for() == "ranks [0, 1] to run the steps begun"
+    assert policy.waiting_for() == "ranks [0, 1] to finish the started steps"
 
 
 def test_a_later_death_settles_anew_only_what_was_not_confirmed() -> None:

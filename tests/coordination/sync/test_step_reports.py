@@ -110,7 +110,7 @@ class Shell:
         self.inbox: deque[Instruction] = deque([grant(0, 1), grant(1, 2)])
         self.queued: deque[tuple[Any, Any]] = deque()
         self.granted = 2
-        self.beneath: Callable[[], None] | None = None
+        self.on_backward: Callable[[], None] | None = None
         self.epoch: SyncEpoch | None = None
 
     # the worker
@@ -170,7 +170,7 @@ class Shell:
         pass
 
     def backward(self) -> None:
-        work, self.beneath = self.beneath, None
+        work, self.on_backward = self.on_backward, None
         if work is not None:
             work()
 
@@ -230,5 +230,5 @@ def test_the_simulator_reports_beneath_the_next_step(
         entry for entry in said_by_the_shell() if entry.startswith("report")
     ]
     ends_s = [number + 1.0 for number in range(STEPS)]
-    beneath = [end_s + 1 / 3 for end_s in ends_s[:-1]]
-    assert [at_s for _, at_s in said] == pytest.approx([*beneath, ends_s[-1]])
+    on_backward = [end_s + 1 / 3 for end_s in ends_s[:-1]]
+    assert [at_s for _, at_s in said] == pytest.approx([*on_backward, ends_s[-1]])

@@ -105,6 +105,4 @@ def test_common_parameters_that_are_lost_end_every_run(
     assert {one.kind for one in aborts} == {"non_finite"}
     assert {one.failed_rank for one in aborts} == {0}
     assert {len(one.batches) for one in aborts} == {1}
-    assert "rank 0 holds parameters that are not finite after window 0" in (
-        aborts[0].reason
-    )
+    assert "rank 0 holds non-finite parameters after window 0" in (aborts[0].reason)

@@ -48,7 +48,7 @@ def test_a_window_goes_from_phase_to_phase_and_no_other_way(
 def test_a_rank_closes_an_open_window_once(calls: str) -> None:
     book = WindowBook([0, 1], 0)
     book.parts[0] = follow(calls)
-    with pytest.raises(ProtocolError, match="rank 0 closes window 0, expected once"):
+    with pytest.raises(ProtocolError, match="rank 0 closes window 0, expected to"):
         book.close(CLOSED)
 
 
@@ -74,15 +74,15 @@ def test_an_epoch_ends_and_goes_on_as_it_was(calls: str) -> None:
         life.leave(1)
     for _ in range(2):
         assert (life.is_draining, life.is_final) == (bool(calls), False)
-        with pytest.raises(TransitionError, match="an epoch cannot go on"):
-            life.go_on()
+        with pytest.raises(TransitionError, match="an epoch cannot continue"):
+            life.reopen()
         life.end()
         assert (life.is_draining, life.is_final) == (bool(calls), True)
         with pytest.raises(TransitionError, match="a window cannot be the last one"):
             life.end()
         with pytest.raises(TransitionError, match="rank 0 cannot leave its loop"):
             life.leave(0)
-        life.go_on()
+        life.reopen()
     assert life.left == {1 for _ in calls.split()}
 
 

@@ -59,7 +59,7 @@ class Shell:
             raise NeedlessWaitError(waiting_for)
         handle(self.inbox.popleft())
 
-    def sleep_until_told(self, timeout_s: float) -> None:
+    def sleep_until_message(self, timeout_s: float) -> None:
         if not self.inbox:
             raise NeedlessWaitError(f"{timeout_s:.1f} s")
 

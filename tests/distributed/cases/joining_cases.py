@@ -269,7 +269,7 @@ def plan_faults(growth: Growing, rank: int, model: nn.Module) -> Visits:
         if death.rank == rank:
             step_deaths.plan(death, visits, model, die_for_good)
     if growth.raises and rank == growth.founders:
-        after(CheckpointKeeper, "hand_over", raise_error)
+        after(CheckpointKeeper, "send_state", raise_error)
     return visits
 
 
@@ -291,7 +291,7 @@ def watch_hand_overs(
                 digest.update(f"{name} {torch.as_tensor(value).tolist()}".encode())
         handed.append(digest.hexdigest())
 
-    after(CheckpointKeeper, "hand_over", note)
+    after(CheckpointKeeper, "send_state", note)
     return handed
 
 

@@ -95,7 +95,7 @@ class LateSum:
         replace(Averager, "_wait", self._waits)
         replace(GradientWindow, "finish", self._waits)
         for owner in (Averager, GradientSync):
-            replace(owner, "hand_over", self._is_handed)
+            replace(owner, "copy_result", self._is_handed)
 
         def polled(averager: OverlappedAverager) -> bool:
             return not self._is_in_batch and poll(averager)

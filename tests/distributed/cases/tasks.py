@@ -234,7 +234,7 @@ def _loop(
         sizes: list[int] = []
         for number, (x, y, index, draw) in enumerate(loader):
             run = current_run()
-            if run is None or run.samples_in_hand:
+            if run is None or run.current_samples:
                 order += index.tolist()
                 sizes.append(len(x))
                 for i, value in zip(index.tolist(), draw.tolist(), strict=True):

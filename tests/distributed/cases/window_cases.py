@@ -45,7 +45,7 @@ def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
     def spend() -> None:
         run = current_run()
         assert run is not None
-        clock.advance(sample_s * run.samples_in_hand)
+        clock.advance(sample_s * run.current_samples)
 
     epoch_opening.probe_reduction_s = slow
     try:

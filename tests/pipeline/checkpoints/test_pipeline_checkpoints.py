@@ -173,7 +173,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"call elche.setup first, or make a Pipel"):
         elche.save(tmp_path)
     with one_rank() as pipe:
-        with pytest.raises(ConfigError, match="optimizer that the pipeline knows of h"):
+        with pytest.raises(ConfigError, match="no registered optimizer h"):
             elche.save(tmp_path)
         with one_rank(), pytest.raises(ConfigError, match="of one pipeline, and 2 are"):
             elche.save(tmp_path)
@@ -216,12 +216,12 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
             elche.resume(tmp_path)
     with one_rank() as pipe:
         pipe.register_optimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
-        with pytest.raises(MismatchError, match=r"of \['AdamW'\], this script hands"):
+        with pytest.raises(MismatchError, match=r"of \['AdamW'\], but this script"):
             elche.resume(tmp_path)
     model = nn.Sequential(*make_layers())
     elche.setup(model, make_optimizer(model.parameters()), make_loader())
     try:
-        with pytest.raises(MismatchError, match="is of a Pipeline, and this is a run"):
+        with pytest.raises(MismatchError, match="saved by a Pipeline, but this run"):
             elche.resume(tmp_path)
     finally:
         elche.shutdown()

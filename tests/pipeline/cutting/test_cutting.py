@@ -188,12 +188,12 @@ def _changes(model: Any, x: torch.Tensor) -> torch.Tensor:
 BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "dropout": (
         lambda model, x: F.dropout(x, 0.5, model.training),
-        "something else in training than in evaluation between inner.first and "
+        "differs between training and evaluation between inner.first and "
         r"inner.second \(dropout\)",
     ),
     "training": (
         lambda model, x: x * 2 if model.training else x,
-        "something else in training than in evaluation between inner.first",
+        "differs between training and evaluation between inner.first",
     ),
     "no_grad": (_raises_no_grad, "uses .*set_grad_enabled.* between inner.first and"),
     "values": (
@@ -277,7 +277,7 @@ def test_calls_unlike_the_sample_are_refused() -> None:
     ):
         assert torch.equal(run(layers[1:], layers[0](*args, **keywords)), expected)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((x,), {}, "the argument mask of the model is not like that of the sample"),
+        ((x,), {}, "the model's argument mask differs in form from the sample"),
         ((x, mask, False), {}, "got False, the sample has True"),
         ((x, mask), {"scale": 1}, "the model's forward does not take this batch"),
         ((x[0], mask), {}, "expected tensors of [3, 2] dimensions"),
@@ -374,7 +374,7 @@ def test_every_layer_has_parameters(kind: type[nn.Module], count: int) -> None:
 def test_split_points_go_with_a_module_alone() -> None:
     x = torch.zeros(2, 5).long()
     for model, split in ((Gpt(), lambda m: [m.tokens]), ([nn.Linear(2, 2)], None)):
-        with pytest.raises(ConfigError, match="split_points= cuts a module, and goes"):
+        with pytest.raises(ConfigError, match="cuts a module, and excludes split="):
             layers_of(model, split, ["head"], x)
     chain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     assert len(layers_of(chain, None)) == 3, "no sample is needed"

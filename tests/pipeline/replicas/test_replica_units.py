@@ -46,8 +46,8 @@ def test_ranks_are_shared_out_in_order() -> None:
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        (3, "4 ranks cannot be shared out evenly among 3"),
-        (8, "4 ranks cannot be shared out evenly among 8"),
+        (3, "4 ranks cannot be divided evenly among 3"),
+        (8, "4 ranks cannot be divided evenly among 8"),
         ([[0, 1], [2]], "each of the ranks 0 to 3 in one replica"),
         ([[0, 1], [1, 2, 3]], "each of the ranks 0 to 3 in one replica"),
         ([[0, 1, 2, 3, 4]], "each of the ranks 0 to 3 in one replica"),

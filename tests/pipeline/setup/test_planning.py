@@ -206,7 +206,7 @@ def test_a_split_keeps_all_names_of_a_shared_weight() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"head.wieght": 1}, "the state has head.wieght, which the model has not;"),
+        ({"head.wieght": 1}, "the state has head.wieght, which the model lacks;"),
         ({"1.inner.0.weight": 1}, r"the state has 1.inner.0.weight, which the model"),
         ({"head.bias": None}, "the state has no head.bias, which rank 0 needs;"),
         ({"body.2.weight": None}, "the state has no body.2.weight, which rank 0"),
@@ -214,7 +214,7 @@ def test_a_split_keeps_all_names_of_a_shared_weight() -> None:
         (
             {"head.bias": None, "other": 1, "scale": 2},
             r"no head.bias, which rank 0 needs, and has another shape of scale \[1\] "
-            r"\(not \[\]\), and has other, which the model has not; nothing was loaded",
+            r"\(not \[\]\), and has other, which the model lacks; nothing was loaded",
         ),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_state_of_other_things_than_values_changes_nothing(value: Any) -> None
 def test_a_split_must_hold_the_whole_model() -> None:
     with pytest.raises(ConfigError, match=r"no layer of split holds bias of the model"):
         layers_of(Net(), lambda net: [*net.body, net.head])
-    with pytest.raises(ConfigError, match="which the model has not"):
+    with pytest.raises(ConfigError, match="which the model lacks"):
         layers_of(Net(), lambda net: [*cut(net), nn.Linear(3, 3)])
     with pytest.raises(ConfigError, match="expected split to return modules"):
         layers_of(Net(), lambda net: [torch.tanh])

@@ -182,7 +182,7 @@ def test_the_log_names_what_is_not_split(caplog: pytest.LogCaptureFixture) -> No
         assert caplog.messages == []
         Pipeline(layers, F.mse_loss, schedule="zb-h1", **options).step(x, y)
     (message,) = caplog.messages
-    assert message.startswith("the backward of 2 (Bilinear) runs whole, with no weight")
+    assert message.startswith("the backward of 2 (Bilinear) runs whole: no weight")
 
 
 def test_a_copy_made_in_a_forward_keeps_its_own_weights() -> None:

@@ -75,8 +75,8 @@ def test_sequences_that_end(ranks2: RankPool) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("counts", "its layers' caches lead to other logits"),
-        ("forgets", "its layers' caches lead to other logits"),
+        ("counts", "its layers' caches change the logits"),
+        ("forgets", "its layers' caches change the logits"),
         ("none", "no layer takes cache="),
     ],
 )

@@ -50,7 +50,7 @@ MESSAGES = {
     "two norms": r"expected one max_norm on all ranks, got \[1.0, 2.0\] by rank",
     "two kinds of call": "different methods: rank 0: step, rank 1: clip_grad_norm_",
     "state and step": "different methods: rank 0: step, rank 1: state_dict",
-    "state for others": r"ranks ask state_dict for different things: \[0, None\]",
+    "state for others": r"ranks call state_dict for different ranks: \[0, None\]",
     "a copy": "a Pipeline cannot be copied or pickled",
     "outputs elsewhere": r"one choice of outputs on all ranks, got \['all', 'last'\]",
     "outputs of no rank": "expected outputs= of 'last', 'all' or a rank below 2, got 2",
@@ -82,7 +82,7 @@ def test_keywords_go_wherever_layers_take_them(ranks2: RankPool) -> None:
 def test_states_of_other_models_are_refused(ranks2: RankPool) -> None:
     first, second = ranks2.run(loaded, case_setup=serve_in_thread)
     for found in (first, second):
-        assert "the state has 9.weight, which the model has not" in found[0]
+        assert "the state has 9.weight, which the model lacks" in found[0]
         assert found[3:] == ["", ""]
     assert "the state has 0.wieght" in first[1]
     assert second[1] == "", "it may be rank 0's"

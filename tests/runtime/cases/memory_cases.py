@@ -100,7 +100,7 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
         if backward_most:
             out = model[1:](FailsInBackward.apply(out))
         run = current_run()
-        if run is None or run.samples_in_hand:
+        if run is None or run.current_samples:
             order.extend(index.tolist())
             seen.sizes.append(len(x))
         elche.log_scalar("position", index.double().mean())
@@ -163,7 +163,7 @@ def looped(options: Mapping[str, Any], most: int = 0) -> Seen:
             batches = iter(loader)  # held: an error does not end it
             for x, y, index, _ in batches:
                 run = current_run()
-                if run is None or run.samples_in_hand:
+                if run is None or run.current_samples:
                     positions += index.tolist()
                     seen.sizes.append(len(x))
                 if most and elche.rank() == 1 and len(x) > most:

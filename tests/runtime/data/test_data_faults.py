@@ -78,7 +78,7 @@ def _train(
             seen.append([])
             for batch in ours:
                 run = current_run()
-                if run is not None and run.samples_in_hand:
+                if run is not None and run.current_samples:
                     seen[-1] += batch[:, 0].int().tolist()
                 model(batch).mean().backward()
                 optimizer.step()
@@ -104,7 +104,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"ranks": (1,), "length": 41}, "the data set has 41 samples on this rank"),
     (
         {"ranks": (0,), "length": 20},
-        "epoch 1 was drawn on rank 0 with 20, up to number 19",
+        "rank 0 drew epoch 1 with 20, up to index 19",
     ),
     (
         {"ranks": (1,), "length": 31, "drop_last": True},

@@ -70,7 +70,7 @@ def test_another_length_is_refused_with_both_numbers(
     length = len(mine.dataset)  # type: ignore[arg-type]
     with pytest.raises(
         MismatchError,
-        match=f"has {length} samples on this rank, .* on rank 0 with 20, up to number",
+        match=f"has {length} samples on this rank, .* drew .* with 20, up to index",
     ):
         check_length(mine, drawn(theirs))
 

@@ -266,8 +266,8 @@ def test_tight_memory_lowers_the_depth_step_by_step(
     assert ahead.depth == 0
     assert [what for what, _ in copies.log].count("full") == 2
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
-        "1 will be held ahead from now on",
-        "0 will be held ahead from now on",
+        "from now on 1 are prefetched",
+        "from now on 0 are prefetched",
     ]
 
 

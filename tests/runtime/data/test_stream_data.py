@@ -140,7 +140,7 @@ def test_a_process_that_reads_something_else_is_refused() -> None:
     one = reader(Drawn(9), 8)
     stamp = one.read(0, [0]).stamp
     one.check(stamp)
-    with pytest.raises(MismatchError, match="read another stream Drawn than the one"):
+    with pytest.raises(MismatchError, match="different samples from the stream Drawn"):
         one.check(Stamp(stamp.fingerprint + 1, has_more=False))
 
 

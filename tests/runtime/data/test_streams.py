@@ -89,7 +89,7 @@ def test_the_rest_of_a_longer_stream_is_left(ranks2: RankPool) -> None:
     assert said
     assert set(said) == {
         "the stream Endless yields more than the 60 samples of an epoch; the rest is "
-        "left"
+        "ignored"
     }
     assert all(len(rank.warnings) <= 1 for rank in ranks)
 
@@ -115,7 +115,7 @@ DIFFERENT: dict[str, StreamTask] = {
     "the stream ByRank is not the same on every rank": StreamTask(ByRank),
     "the stream OwnGenerator is not the same on every rank: the first samples of epoch "
     "0 on ranks [1] are not those of rank 0": StreamTask(OwnGenerator),
-    "a process that loads read another stream Stream than the one": StreamTask(
+    "a DataLoader worker read different samples from the stream Stream": StreamTask(
         num_workers=2, divides=True
     ),
 }

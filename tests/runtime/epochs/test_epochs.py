@@ -135,7 +135,7 @@ class RankThread:
                 self.hub.deadly[self.rank] = self.case.dies_in_collective
             if self.case == Case(policy="sync"):
                 assert run.progress_steps == epoch * SAMPLES / BATCH + number
-            mine = tuple(at.tolist()) if run.samples_in_hand else ()
+            mine = tuple(at.tolist()) if run.current_samples else ()
             kind = STEPPED if run.policy == "sync" else TRAINED
             self.hub.entries[self.rank].append((kind, epoch, mine))
             self.hub.turns.compute(self.rank, SAMPLE_S[self.rank] * len(x))

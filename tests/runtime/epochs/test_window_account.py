@@ -147,7 +147,7 @@ def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
         if any(isinstance(e, ModelUpdated) for e in events):
             shell.inbox.append(end())
 
-    monkeypatch.setattr(shell, "sleep_until_told", sleeps)
+    monkeypatch.setattr(shell, "sleep_until_message", sleeps)
     monkeypatch.setattr(shell, "send", sends)
     shell.inbox.extend([open_window(0, None), grant(0)])
     batches = epoch.batches()

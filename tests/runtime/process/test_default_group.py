@@ -83,7 +83,7 @@ def test_a_group_of_the_script_is_said_and_ends_with_a_death(
     assert "through" not in ended.stdout
     assert ended.stdout.count(SAID) == 1
     assert ended.stdout.index(SAID) < ended.stdout.index("rank 1 dies")
-    assert re.search(r"the death of a rank ends a script that meets", ended.stdout)
+    assert re.search(r"the death of a rank ends a script with", ended.stdout)
 
 
 def test_clients_of_torch_find_a_store() -> None:

@@ -78,7 +78,7 @@ def test_the_coordinators_word_that_time_is_up_is_completed() -> None:
     """It knows who has not reported; who has not come is seen in the memory."""
 
     def check() -> None:
-        raise DeadlineError("nothing came for 300 s")
+        raise DeadlineError("no message arrived for 300 s")
 
     group = Group(None, 0, 2, 100.0)
     group.check = check

@@ -88,7 +88,7 @@ def test_a_signal_to_the_launcher_alone_is_told_to_ranks_that_train(
         run.wait_until_idle()  # it knows of them
         run.process.send_signal(number)
         assert run.end() == code
-        reason = f"interrupted: the launcher was sent {number.name}"
+        reason = f"interrupted: the launcher received {number.name}"
         assert f"ended with codes [1, 1]: {reason}" in run.output
         # From each rank too, at one time; each traceback stays together.
         whole = r"Traceback \(most recent call last\):\n(?:  .*\n)+elche\.errors\.\w+: "
@@ -130,7 +130,7 @@ def test_who_does_not_heed_the_signal_is_ended(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 143
         assert "codes [137 (SIGKILL), 137 (SIGKILL)]" in run.output
-        assert "ranks [0, 1] did not end in time, and were ended: a last" in run.output
+        assert "ranks [0, 1] did not exit in time and were killed: a last" in run.output
 
 
 LAST_WORDS = """
@@ -249,7 +249,7 @@ def test_a_script_whose_ranks_never_meet_is_said_at_its_end(tmp_path: Path) -> N
     script.write_text("print('trained')")
     with started(tmp_path, "--nproc", "2", str(script), entry=ELCHE) as run:
         assert run.end() == 0
-        said = "elche run: the script ran 2 times, and no rank met another"
+        said = "elche run: the script ran 2 times, and no ranks connected"
         assert said in run.output
 
 

@@ -36,7 +36,7 @@ def test_a_killed_rank_is_outlived(policy: str, rank: int) -> None:
     done = run(3, str(rank), "kill", policy)
     others = ", ".join(str(each) for each in range(3) if each != rank)
     assert done.returncode == 0, done.stderr
-    assert f"elche: rank {rank} died: going on with ranks {others}" in done.stderr
+    assert f"elche: rank {rank} died: continuing with ranks {others}" in done.stderr
     assert f"ranks [{rank}] ended with codes [137 (SIGKILL)]" in done.stderr
     sums = dict(re.findall(r"done (\d) of 2: 800 samples, sum (\S+),", done.stdout))
     assert sorted(sums) == ["0", "1"], done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_loader_workers_that_hold_a_dead_ranks_sockets_delay_nothing() -> None:
     """They see its end after up to 5 s; the launcher sees it at once."""
     done = run(3, "1", "kill", "cadence", "workers")
     assert done.returncode == 0, done.stderr
-    assert "elche: rank 1 died: going on with ranks 0, 2" in done.stderr
+    assert "elche: rank 1 died: continuing with ranks 0, 2" in done.stderr
     paused_s = re.findall(r"of 2: 800 samples, .* at most ([0-9.]+) s", done.stdout)
     assert len(paused_s) == 2, done.stdout + done.stderr
     assert max(map(float, paused_s)) < 4.0
@@ -87,7 +87,7 @@ def test_too_few_ranks_pause_until_another_has_joined() -> None:
     done = run(3, "sync", script="rejoined.py", options=options)
     assert done.returncode == 0, done.stderr
     *_, joined = done.stderr.partition("elche: pausing until 3 ranks are there")
-    assert "elche: rank 3 joined: going on with ranks 0, 2, 3" in joined
+    assert "elche: rank 3 joined: continuing with ranks 0, 2, 3" in joined
     sums = dict(re.findall(r"done (\d) of 3: sum (.+)", done.stdout))
     assert sorted(sums) == ["0", "1", "2"], done.stdout + done.stderr
     assert len(set(sums.values())) == 1

@@ -50,7 +50,7 @@ def test_one_rank_that_handles_sigterm_has_time_and_the_others_end(
         assert run.end() == 128 + signal.SIGTERM
         for rank, count in enumerate((1, 0)):
             assert f"rank {rank} is through with {count} signals" in run.output
-        reason = "interrupted: the launcher was sent SIGTERM"
+        reason = "interrupted: the launcher received SIGTERM"
         assert f"ended with codes [1, 1]: {reason}" in run.output
 
 
@@ -62,7 +62,7 @@ def test_a_signal_that_no_script_handles_ends_the_run(
         run.wait_for("is ready", 2)
         run.process.send_signal(signal.Signals[name])
         assert run.end() == 128 + signal.Signals[name]
-        assert f"interrupted: the launcher was sent {name}" in run.output
+        assert f"interrupted: the launcher received {name}" in run.output
 
 
 def test_under_nohup_hang_ups_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_what_whole_samples_cost_is_a_line_where_it_is_much() -> None:
     assert kept.whole_sample_bound(32) == ""
     kept.add(epoch_of((100, 67, 40, 25), (1.0, 1.0, 1.0, 1.0)))
     assert kept.whole_sample_bound(32) == (
-        "elche: whole samples bound this batch of 32 at 0.92 of the devices' speed; "
-        "from batch 128 on they cost under 2 %"
+        "elche: shares of whole samples limit a batch of 32 to 0.92 of the devices' "
+        "speed; from batch 128 on they cost under 2 %"
     )
     assert kept.whole_sample_bound(128) == ""

@@ -57,8 +57,8 @@ class Source:
 
     def __init__(self, epochs: int = 0) -> None:
         self.notifications = RunNotifications(0)
-        self.samples_in_hand = 1
-        self.weight_in_hand = 1.0
+        self.current_samples = 1
+        self.current_weight = 1.0
         for number in range(epochs):
             self.notifications.add(epoch(number))
 

@@ -39,9 +39,9 @@ def test_steps_after_a_drain_begin_at_what_it_left() -> None:
 def test_ranks_that_were_left_out_are_met_again_after_a_death() -> None:
     worker = Mock(place=1, members=[0, 1, 2])
     groups = StepGroups(worker, *(Mock() for _ in range(5)))
-    groups.leave_out(LeaveOut(rank=1, epoch=0, left_out=(2,), reason=""))
+    groups.exclude(LeaveOut(rank=1, epoch=0, left_out=(2,), reason=""))
     groups.is_apart = True
-    with pytest.raises(ConfigError, match=r"ranks \[2\] are left out of steps"):
+    with pytest.raises(ConfigError, match=r"ranks \[2\] are excluded from steps"):
         groups.meet("elche.any")
     groups.take_back(rebuilds=False)
     groups.meet("elche.any")

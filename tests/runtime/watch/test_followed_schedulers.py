@@ -228,5 +228,5 @@ def test_another_schedule_of_the_same_optimizer_is_seen() -> None:
     scheduler.step()
     other.step()
     schedulers.batch_done()
-    with pytest.raises(ConfigError, match=r"hand its scheduler over \(elche\.setup"):
+    with pytest.raises(ConfigError, match=r"pass its scheduler \(elche\.setup"):
         schedulers.advance(BATCH)

@@ -33,10 +33,10 @@ MEAN = r"elche: the loss is a mean over {} in a batch of \d+ samples.*weight_of=
 SAID = {
     "ignored": MEAN.format(r"\d+ targets, without ignored ones,"),
     "class weights": MEAN.format("class weights"),
-    "dropped": r"elche: a batch of \d+ samples came where \d+ were .* in a batch of \d",
+    "dropped": r"elche: a batch of \d+ samples arrived where \d+ .* in a batch of \d",
     "dropped throughout": MEAN.format(r"\d+ targets"),
-    "buffers": r"write \(.*'0\.observed'.*\) become the mean.*all_gather",
-    "buffers that count": r"write \('0\.samples'\) .* integers stay a rank's own.*",
+    "buffers": r"write \(.*'0\.observed'.*\) are averaged.*all_gather",
+    "buffers that count": r"write \('0\.samples'\) .* integers stay local.*",
 }
 """What is said, by the kind of the loop; of other kinds nothing."""
 OF_STEPS = "buffers alike", "buffers that count"
@@ -127,7 +127,7 @@ def lines_of(policy: str, kinds: list[str]) -> list[list[str]]:
             _train(kind, model, loader, optimizer)
             elche.shutdown()
         said += [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
-        pattern = "become the mean|weight_of="
+        pattern = "are averaged|weight_of="
         found.append([line for line in said if re.search(pattern, line)])
     return found
 
@@ -145,4 +145,4 @@ def test_what_differs_is_said_once(ranks2: RankPool, policy: str) -> None:
             continue
         assert len(lines) == 1, (kind, lines)
         assert re.search(SAID[kind], lines[0]), lines
-        assert all("become the mean" not in line for line in of_other)  # of rank 0
+        assert all("are averaged" not in line for line in of_other)  # of rank 0

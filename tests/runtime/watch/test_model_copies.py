@@ -212,7 +212,7 @@ def test_lookahead_is_refused_where_parameters_are_averaged() -> None:
     optimizer = lookahead(model.parameters(), lr=0.1)
     check_shared(model, [optimizer], loader, RunConfig(policy="sync"))
     for policy in ("async", "auto"):
-        with pytest.raises(ConfigError, match="Lookahead takes parameters back to"):
+        with pytest.raises(ConfigError, match="Lookahead resets parameters to"):
             check_shared(model, [optimizer], loader, RunConfig(policy=policy))
 
 

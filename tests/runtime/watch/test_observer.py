@@ -141,9 +141,9 @@ def test_a_rate_that_moves_inside_an_epoch_is_named_for_good(loop: Loop) -> None
     loop.begin_epoch()
     assert loop.observer.uncarried() == "", "between epochs it may"
     loop.first.param_groups[0]["lr"] = 0.01
-    assert "moves inside an epoch" in loop.observer.uncarried()
+    assert "changes inside an epoch" in loop.observer.uncarried()
     loop.begin_epoch()
-    assert "moves inside an epoch" in loop.observer.uncarried()
+    assert "changes inside an epoch" in loop.observer.uncarried()
 
 
 def test_a_rate_may_move_with_the_runs_progress(loop: Loop) -> None:

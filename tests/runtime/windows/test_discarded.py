@@ -218,7 +218,7 @@ def test_common_parameters_that_are_lost_end_every_run(
     for each in ranks:
         said, rank, batches = each.ended
         assert rank in (0, 1)
-        assert f"rank {rank} holds parameters that are not finite after window" in said
+        assert f"rank {rank} holds non-finite parameters after window" in said
         assert batches
 
 

@@ -246,10 +246,10 @@ class RankStates:
 class _Silent(Story):
     """Keeps nothing: how a core has come to a state is not of the state."""
 
-    def heard(self, event: Event, now_s: float) -> None:
+    def received(self, event: Event, now_s: float) -> None:
         pass
 
-    def told(self, instruction: Instruction, now_s: float) -> None:
+    def sent(self, instruction: Instruction, now_s: float) -> None:
         pass
 
     def decided(self, why: str, now_s: float, rank: int = -1) -> None:

@@ -90,7 +90,7 @@ def ends_of(sim: Simulation) -> str:
             return DIED
         if rank in sim.history.finished:
             return FINISHED
-        return TURNED_AWAY if sim.is_turned_away(rank) else ABORTED
+        return TURNED_AWAY if sim.is_rejected(rank) else ABORTED
 
     return "".join(map(end, sorted(sim.history.ranks)))
 

@@ -44,8 +44,8 @@ def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
             raise MismatchError(f"rank {rank} cannot load its state: {each[1:]}")
         if each != words[0]:
             raise MismatchError(
-                f"rank {rank} loads another outer momentum, or other common "
-                "parameters, than rank 0; expected states that were saved together"
+                f"rank {rank} loads an outer momentum or common parameters that "
+                "differ from rank 0's; expected states that were saved together"
             )
 
 
@@ -75,7 +75,7 @@ def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
     if not isinstance(groups, (list, tuple)) or len(groups) != len(layouts):
         return (
             f"expected {len(layouts)} groups of parameters, of "
-            f"{', '.join(dtype for dtype, _ in layouts)}; it belongs to another model"
+            f"{', '.join(dtype for dtype, _ in layouts)}; the state is another model's"
         )
     for (dtype, numel), each in zip(layouts, groups, strict=True):
         is_mapping = isinstance(each, Mapping)
@@ -88,7 +88,7 @@ def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
         if (each["dtype"], each["numel"]) != (dtype, numel):
             return (
                 f"expected {numel} elements of {dtype}, got {each['numel']} of "
-                f"{each['dtype']}; it belongs to other parameters"
+                f"{each['dtype']}; the state belongs to other parameters"
             )
         for name, kind in (("momentum", dtype), ("base", dtype), ("residual", FLOAT)):
             got = _described(each[name])

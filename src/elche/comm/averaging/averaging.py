@@ -123,7 +123,7 @@ class Averager:
         return not self._has_given_up
 
     @torch.no_grad()
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
         """Copies a result to the ranks that lack it; collective, in a new group.
@@ -142,12 +142,12 @@ class Averager:
         received = [
             each.receive(group, source, rule, lacks=lacks) for each in self._groups
         ]
-        self._buffers.hand_over(group, source, plan, lacks=lacks)
+        self._buffers.copy_result(group, source, plan, lacks=lacks)
         if lacks:  # only now, when everything has arrived
             for parameters, (base, momentum) in zip(
                 self._groups, received, strict=True
             ):
-                parameters.take_over(base, momentum, keeps=keeps)
+                parameters.adopt_result(base, momentum, keeps=keeps)
             self._end(is_own=False)
 
     def reconnect(self, group: Group) -> None:
@@ -176,8 +176,8 @@ class Averager:
                 changed = group.changed()
                 assert changed is not None
                 raise ConfigError(
-                    f"{self._described(changed)}, which is another message; convert "
-                    "or resize a model before elche.setup, or call that again"
+                    f"{self._described(changed)}, which changes its messages; convert "
+                    "or resize a model before elche.setup, or call elche.setup again"
                 )
             group.rebase()
         self._buffers.rebase()
@@ -205,8 +205,8 @@ class Averager:
         dtype = str(changed.dtype).removeprefix("torch.")
         order = "" if changed.is_contiguous() else f" strides {list(changed.stride())}"
         return (
-            f"{name} was laid out otherwise when averaging began and is "
-            f"{list(changed.shape)} {dtype}{order} on {changed.device} now"
+            f"the layout of {name} has changed since averaging began; it is now "
+            f"{list(changed.shape)} {dtype}{order} on {changed.device}"
         )
 
     @torch.no_grad()
@@ -223,8 +223,8 @@ class Averager:
         """
         if self.has_moved:
             raise ProtocolError(
-                "the parameters have moved since the last synchronisation; expected "
-                "state_dict() at a drained one, where an epoch ends"
+                "the parameters have changed since the last synchronisation; call "
+                "state_dict() at the end of an epoch"
             )
         return {
             "version": VERSION,
@@ -251,7 +251,7 @@ class Averager:
         if not problem:
             for group, saved in zip(self._groups, state["groups"], strict=True):
                 if not group.is_common(saved["base"]):
-                    problem = "the model does not hold what it held then; load it first"
+                    problem = "the model is not the saved one; load the model first"
         check_alike(self._group, state, problem)
         self.rebase()
         for group, saved in zip(self._groups, state["groups"], strict=True):

@@ -47,7 +47,7 @@ class _Phase(Enum):
     ``adopt``                                BEGUN                       IDLE
     ``rebase``                               IDLE, TAKEN, UNSENT         IDLE
     ``connect``, after a failed reduction    TAKEN, UNSENT, SENT, BEGUN  UNSENT
-    ``hand_over``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
+    ``copy_result``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
     =======================================  ==========================  ======
 
     ``connect`` does not change IDLE; any other call out of order is refused.
@@ -106,14 +106,14 @@ class OverlappedAverager(Averager):
             self._phase = _Phase.UNSENT
 
     @torch.no_grad()
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """See `Averager.hand_over`; a rank with a non-finite drift keeps no steps."""
+        """See `Averager.copy_result`; a rank with a non-finite drift keeps no steps."""
         if lacks:
-            self._expect("hand_over", _Phase.SENT, _Phase.UNSENT, _Phase.BEGUN)
+            self._expect("copy_result", _Phase.SENT, _Phase.UNSENT, _Phase.BEGUN)
         keeps = keeps and self._is_finite
-        super().hand_over(group, source, plan, lacks=lacks, keeps=keeps)
+        super().copy_result(group, source, plan, lacks=lacks, keeps=keeps)
         if lacks:
             self._phase = _Phase.IDLE
 
@@ -157,8 +157,8 @@ class OverlappedAverager(Averager):
         self._expect("begin", _Phase.TAKEN, _Phase.UNSENT, _Phase.SENT)
         if (plan.weight > 0.0) != self._counts:
             raise ProtocolError(
-                f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
-                f"plan, it {'has' if self._counts else 'has not'} sent one"
+                f"window {plan.window}: this rank's drift, of weight {plan.weight} in "
+                f"the plan, {'has' if self._counts else 'has not'} been sent"
             )
         if self._phase is _Phase.UNSENT:
             for group in self._groups:
@@ -241,6 +241,6 @@ class OverlappedAverager(Averager):
     def _expect(self, call: str, *phases: _Phase) -> None:
         if self._phase not in phases:
             raise ProtocolError(
-                f"{call}() came when {self._phase.value}; expected "
+                f"{call}() was called when {self._phase.value}; expected "
                 + " or ".join(phase.value for phase in phases)
             )

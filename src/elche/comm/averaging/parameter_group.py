@@ -23,7 +23,7 @@ from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.process_group import Group
 
-WHAT = "handing over a reduction's result"
+WHAT = "copying a reduction's result"
 
 
 @final
@@ -62,7 +62,7 @@ class ParameterGroup(ParameterMemory):
         layout, total = self._layout, 0.0
         self._side = self._messages_sent % self.exchange.sides
         message = self._messages[self._side]
-        is_kept = weight == 1.0 and self._left_out is None
+        is_kept = weight == 1.0 and self._carried is None
         is_kept &= self.exchange.keeps_contribution
         # A coded exchange does not read a message of weight 0.
         is_kept |= weight == 0.0 and isinstance(self.exchange, CodedExchange)
@@ -114,7 +114,7 @@ class ParameterGroup(ParameterMemory):
         for index in range(len(self._layout.segments)):
             self._step(index, scale, rule, consensus)
             self._layout.write(index, self._base)
-        self._let_go()
+        self._release_sum()
         self._layout.flush(self._base)
 
     def correct(self, rule: OuterStep, consensus: ConsensusSums) -> None:
@@ -128,7 +128,7 @@ class ParameterGroup(ParameterMemory):
             step = self._step(index, scale, rule, consensus)
             torch.sub(drift, step, alpha=rule.lr, out=added.parts[index])
             self._layout.add(index, added)
-        self._let_go()
+        self._release_sum()
         self._layout.flush_sum(added)
 
     def receive(
@@ -151,7 +151,7 @@ class ParameterGroup(ParameterMemory):
         group.broadcast(momentum, WHAT, source)
         return base, momentum
 
-    def take_over(
+    def adopt_result(
         self, base: torch.Tensor, momentum: torch.Tensor | None, *, keeps: bool
     ) -> None:
         """Adopts a received result, like :meth:`correct` or :meth:`replace`.
@@ -180,7 +180,7 @@ class ParameterGroup(ParameterMemory):
         else:
             self._layout.flush(self._base)
 
-    def _let_go(self) -> None:
+    def _release_sum(self) -> None:
         """Releases the sum after it has been applied."""
         self.exchange.release()
         self._message_counts()
@@ -217,7 +217,7 @@ class ParameterGroup(ParameterMemory):
         apart = self._apart.parts[index]
         if self._is_overlapped or self._layout.is_staged:
             return torch.sub(self._drift.parts[index], mean_drift, out=apart)
-        is_sent = self.exchange.keeps_contribution and self._left_out is None
+        is_sent = self.exchange.keeps_contribution and self._carried is None
         if self._weight != 0.0 and is_sent:
             sent = self._messages[0].parts[index]
             return torch.add(mean_drift, sent, alpha=-1.0 / self._weight, out=apart)
@@ -236,7 +236,7 @@ class ParameterGroup(ParameterMemory):
             message.zero_()
             return
         torch.mul(drift, weight, out=message)
-        if self._left_out is not None:
+        if self._carried is not None:
             segment = self._layout.segments[index]
-            left_out = self._left_out[segment.start : segment.stop]
-            message.add_(left_out, alpha=weight)
+            carried = self._carried[segment.start : segment.stop]
+            message.add_(carried, alpha=weight)

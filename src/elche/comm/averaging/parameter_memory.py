@@ -53,7 +53,7 @@ class ParameterMemory:
         self._outer = OuterOptimizer(self._base_memory)
         self._exchange: Exchange | None = None
         self._group: Group | None = None
-        self._left_out: torch.Tensor | None = None
+        self._carried: torch.Tensor | None = None
         self._weight = 0.0
         self._side = self._messages_sent = 0
         self._is_begun = False
@@ -67,7 +67,7 @@ class ParameterMemory:
             copies += not self._drift_is_sent
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
-        numel += 0 if self._left_out is None else self._left_out.numel()
+        numel += 0 if self._carried is None else self._carried.numel()
         held = numel * self._base_memory.element_size()
         return held + self.exchange.extra_bytes
 
@@ -93,7 +93,7 @@ class ParameterMemory:
         sides = 2 if self._is_overlapped else 1
         residual = self._residual()
         self._exchange = open_coded_exchange(group, numel, layout.dtype, codec, sides)
-        self._group, self._left_out = group, None
+        self._group, self._carried = group, None
         if residual is not None:
             self._load_residual(residual)
         self._side = self._messages_sent = 0
@@ -197,20 +197,20 @@ class ParameterMemory:
         """Returns a copy of this rank's encoding errors; None if there are none."""
         if isinstance(self._exchange, CodedExchange):
             return self._exchange.residual.clone()
-        return None if self._left_out is None else self._left_out.clone()
+        return None if self._carried is None else self._carried.clone()
 
     def _load_residual(self, residual: torch.Tensor) -> None:
         """Loads a residual, which is added to the next message."""
         if isinstance(self.exchange, CodedExchange):
             self.exchange.load_residual(residual)
         else:
-            self._left_out = residual.clone() if bool(residual.any()) else None
+            self._carried = residual.clone() if bool(residual.any()) else None
 
     def _message_counts(self) -> None:
         """Marks this rank's last message, residual included, as part of the model."""
         self._is_begun = False
         if self._weight > 0.0:
-            self._left_out = None
+            self._carried = None
 
     def _lay_out(self) -> None:
         layout = self._layout

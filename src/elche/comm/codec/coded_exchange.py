@@ -35,8 +35,8 @@ class _Phase(Enum):
 
     IDLE = "nothing is under way"
     BEGUN = "a message is under way"
-    ARRIVED = "a sum is there"
-    BROKEN = "a message failed or was given up"
+    ARRIVED = "a sum is ready"
+    BROKEN = "a message failed or was dropped"
 
 
 @final
@@ -93,7 +93,7 @@ class CodedExchange(Exchange):
         if residual.shape != self.residual.shape:
             raise MismatchError(
                 f"expected a residual of {self._numel} elements, got "
-                f"{list(residual.shape)}; it belongs to other parameters"
+                f"{list(residual.shape)}; the residual belongs to other parameters"
             )
         self.residual.copy_(residual)
 
@@ -170,7 +170,7 @@ class CodedExchange(Exchange):
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
         if not self._has_sum:
-            raise ProtocolError(f"sum_into() came when {self._phase.value}")
+            raise ProtocolError(f"sum_into() was called when {self._phase.value}")
         total = self._hops.total
         if stop > self._numel:
             at = max(start, self._numel)
@@ -199,7 +199,7 @@ class CodedExchange(Exchange):
         if self._is_kept:
             return
         if self._phase is _Phase.IDLE:
-            raise ProtocolError("commit() came when nothing was begun")
+            raise ProtocolError("commit() was called before a sum began")
         if not self._hops.has_summed:
             raise ProtocolError(
                 "no rank can have the sum, since this rank has not sent its part: "
@@ -222,7 +222,7 @@ class CodedExchange(Exchange):
         elif self._phase is _Phase.BEGUN:
             self._break(
                 CommunicationError(
-                    "a message was given up; expected a new exchange in a new group"
+                    "a message was dropped; open a new exchange in a new group"
                 )
             )
         self._has_sum = False
@@ -257,8 +257,7 @@ class CodedExchange(Exchange):
     def _check_idle(self, call: str) -> None:
         if self._phase is not _Phase.IDLE:
             raise ProtocolError(
-                f"{call} came when {self._phase.value}; expected the last sum to have "
-                "been taken"
+                f"{call} was called when {self._phase.value}; take the last sum first"
             )
 
     def _break(self, error: ElcheError) -> None:

@@ -366,7 +366,7 @@ class ControlChannel:
             if not data and (self._reconnect is None or self.is_unreachable):
                 raise self._gone(failure) from failure
             if not data:
-                self._come_again(failure)
+                self._restore_connection(failure)
                 return
             for message in self._codec.feed(data):
                 self._take(message)
@@ -376,7 +376,7 @@ class ControlChannel:
         if error is not None and error.errno in UNREACHABLE:
             self.is_unreachable = True
 
-    def _come_again(self, error: OSError | None) -> None:
+    def _restore_connection(self, error: OSError | None) -> None:
         """Reconnects to a restarted coordinator and resumes the stream.
 
         Raises:
@@ -443,8 +443,8 @@ class ControlChannel:
         why = f": {error}" if error else ""
         return CommunicationError(
             f"rank {self._rank} lost the coordinator{why}{lost}; the launcher has "
-            "ended or was stopped, or it did not take this rank (a wrong ELCHE_KEY, "
-            "or a rank that is there already)"
+            "ended or was stopped, or it rejected this rank (wrong ELCHE_KEY, or this "
+            "rank is connected already)"
         )
 
 

@@ -61,7 +61,7 @@ class FrameCodec:
         payload: bytes = msgpack.packb(message, use_bin_type=True)
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ProtocolError(
-                f"a message of {len(payload)} bytes is over {MAX_PAYLOAD_BYTES}"
+                f"a message of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}"
             )
         tag = self._tag(self._directions[0], self._sent, payload)
         self._sent += 1

@@ -177,8 +177,8 @@ def refuse_gradient(
     """
     if gradient is None:
         raise ConfigError(
-            f"{name}: a hook took its gradient away before it was "
-            "reduced; step after the backward pass"
+            f"{name}: a hook removed its gradient before the reduction; step after "
+            "the backward pass"
         )
     if gradient.is_sparse or gradient.layout is not torch.strided:
         raise ConfigError(
@@ -186,10 +186,10 @@ def refuse_gradient(
         )
     if gradient.requires_grad:
         raise ConfigError(
-            f"{name}: its gradient came from a backward with "
-            "create_graph=True, which a reduction cannot be differentiated "
-            "through; differentiate with torch.autograd.grad(..., create_graph=True), "
-            "make a loss of what it returns, and call backward() on that alone"
+            f"{name}: its gradient came from backward(create_graph=True), but a "
+            "reduction cannot be differentiated; use torch.autograd.grad(..., "
+            "create_graph=True), make a loss of its gradients, and call backward() on "
+            "that loss alone"
         )
     if gradient.dtype is not dtype:
         raise ConfigError(
@@ -217,7 +217,7 @@ def _at_end(call: Callable[[], None]) -> None:
     # pass executes at least one of the next nodes.
     handles: list[RemovableHandle] = []
 
-    def go_on(gradients: Any) -> None:
+    def on_gradient(gradients: Any) -> None:
         while handles:
             handles.pop().remove()
             if not handles:
@@ -225,7 +225,7 @@ def _at_end(call: Callable[[], None]) -> None:
 
     for node, _ in around.next_functions:
         if node is not None:
-            handles.append(node.register_prehook(go_on))
+            handles.append(node.register_prehook(on_gradient))
 
 
 def _remove(handles: list[Any]) -> None:

@@ -102,7 +102,7 @@ class GradientWindow:
             ConfigError: ``samples`` is negative or not finite.
         """
         if not (math.isfinite(samples) and samples >= 0):
-            raise ConfigError(f"expected a number of samples from 0 on, got {samples}")
+            raise ConfigError(f"expected at least 0 samples, got {samples}")
         if self._is_reduced:
             self._forget()
         sums, gradients = [], []

@@ -100,7 +100,7 @@ class StepWeights:
             self._factor, self._reference = self._reference / total, reference_of(total)
         return self._factor
 
-    def go_on_in(self, group: Group, source: int | None) -> float:
+    def continue_in(self, group: Group, source: int | None) -> float:
         """Continues in the group of the survivors; a collective call.
 
         The next pass waits for its total, since some ranks may lack the last one.
@@ -260,7 +260,9 @@ class PartWeights:
         missing = lost.samples if self._sums is None else lost.ranks
         return 1.0 / (1.0 - missing) if missing < 1.0 else 1.0
 
-    def go_on_in(self, group: Group, source: int | None) -> float:
-        """Continues with the survivors; see :meth:`StepWeights.go_on_in`."""
+    def continue_in(self, group: Group, source: int | None) -> float:
+        """Continues with the survivors; see :meth:`StepWeights.continue_in`."""
         self._group = group
-        return 1.0 if self._by_user is None else self._by_user.go_on_in(group, source)
+        return (
+            1.0 if self._by_user is None else self._by_user.continue_in(group, source)
+        )

@@ -61,7 +61,7 @@ class GradientReducer(BucketPass):
         reduced: record of the gradients that are sums; None: not recorded.
 
     Attributes:
-        beneath: callback run once when the next reduced backward pass begins. There
+        on_backward: callback run once when the next reduced backward pass begins. There
             the host work is hidden by the device's computation; between two steps the
             device, and every other rank, would wait.
         look: observer called in every pass when ``p.grad`` is complete and not yet
@@ -94,11 +94,11 @@ class GradientReducer(BucketPass):
         super().__init__(parameters, names, group, options, reduced, weights)
         self._norms = norms
         self._buffers = buffers
-        self._in_hand: StepPart | None = None
+        self._current: StepPart | None = None
         self.lost: Callable[[Any, int], Lost] | None = None
         self._keeps_buffers = False
         self._passes_before = 0
-        self.beneath: Callable[[], None] | None = None
+        self.on_backward: Callable[[], None] | None = None
         self.look: Look | None = None
         self._late_part: StepPart | None = None
         self._looked_at = 0
@@ -155,7 +155,7 @@ class GradientReducer(BucketPass):
             self._refuse_broken_backward()
         self._hooks.keep_last()
         self._passes_before = self.backward_passes
-        self._in_hand = part
+        self._current = part
         self.weights.weigh(part)
         self.wait_s = 0.0
 
@@ -165,7 +165,7 @@ class GradientReducer(BucketPass):
         Raises:
             CommunicationError: the step's backward pass was aborted.
         """
-        self._in_hand = None
+        self._current = None
         self.weights.weigh(None)
         self._holds = False
         if self._phase is not Phase.IDLE:
@@ -173,7 +173,7 @@ class GradientReducer(BucketPass):
 
     def weigh_forward(self, part: StepPart | None) -> None:
         """Sets the weight of a forward pass; None restores the current step's."""
-        self.weights.weigh(self._in_hand if part is None else part)
+        self.weights.weigh(self._current if part is None else part)
 
     def weigh_pass(self, part: StepPart) -> None:
         """Weights the open backward pass as part of an earlier step.
@@ -187,7 +187,7 @@ class GradientReducer(BucketPass):
     def _end_late_pass(self) -> None:
         """Restores the weights if the pass had no gradients (`torch.autograd.grad`)."""
         if self._phase is Phase.IDLE:
-            self.weights.weigh(self._in_hand)
+            self.weights.weigh(self._current)
 
     @property
     def is_joinable(self) -> bool:
@@ -217,7 +217,7 @@ class GradientReducer(BucketPass):
         """This rank's part of the pass that has begun and has no sums yet, or None."""
         return self.weights.part if self.backward_passes > self.closed_passes else None
 
-    def go_on_in(
+    def continue_in(
         self,
         group: Group,
         source: int | None,
@@ -239,12 +239,12 @@ class GradientReducer(BucketPass):
         """
         if self._norms is not None:
             raise CommunicationError(
-                "a rank died, and SyncBatchNorm layers go on with all ranks only: "
-                "start the run anew from its last checkpoint (--max-restarts)"
+                "a rank died, and SyncBatchNorm layers need all ranks: restart the "
+                "run from its last checkpoint (--max-restarts)"
             )
         if self._buffers is not None:
-            self._buffers.go_on_in(group, source, lacks=lacks)
-        factor = self.weights.go_on_in(group, source)
+            self._buffers.continue_in(group, source, lacks=lacks)
+        factor = self.weights.continue_in(group, source)
         if lacks and (part := self.weights.part) is not None:
             self._look_once(part)
             self.passed = part.label
@@ -257,10 +257,10 @@ class GradientReducer(BucketPass):
         Raises:
             CommunicationError: see `_refuse_accumulated`.
         """
-        late = None if self.weights.part is self._in_hand else self.part_under_way
-        if self._in_hand is not None:
-            self._in_hand = alive(self._in_hand)
-        part = self._in_hand if late is None else alive(late)
+        late = None if self.weights.part is self._current else self.part_under_way
+        if self._current is not None:
+            self._current = alive(self._current)
+        part = self._current if late is None else alive(late)
         ranks = 0.0
         if self.weights.are_of_sums and self.part_under_way is not None:
             self._refuse_accumulated()
@@ -275,9 +275,9 @@ class GradientReducer(BucketPass):
         """
         if any(map(self._reduced.is_given, self.parameters)):
             raise CommunicationError(
-                "a rank died inside a backward pass that accumulates gradients, where "
-                "losses are sums, or all its samples were that rank's: start the run "
-                "anew from its last checkpoint (--max-restarts)"
+                "a rank died inside a backward pass that accumulates gradients of "
+                "summed losses, or that had samples on that rank only: restart the "
+                "run from its last checkpoint (--max-restarts)"
             )
 
     def hold(self, holds: bool) -> None:
@@ -300,22 +300,22 @@ class GradientReducer(BucketPass):
         is_open = self._phase in (Phase.OPEN, Phase.REWOUND)
         if self.backward_passes > self._passes_before and not is_open:
             raise CommunicationError(
-                "a step was broken off after its gradients had been reduced, so it "
-                "cannot be run again"
+                "a step failed after its gradients had been reduced, so it cannot be "
+                "repeated"
             )
         super().rewind()
 
     def _refuse_broken_backward(self) -> NoReturn:
         raise CommunicationError(
-            "a backward pass was broken off by an error that the loop caught; its "
-            "reduction cannot be completed, so the run cannot go on"
+            "a backward pass was interrupted by an error that the loop caught; its "
+            "reduction cannot be completed, so the run cannot continue"
         )
 
     @override
     def open_pass(self) -> float:
         """Opens a pass; returns the factor of this rank's gradients."""
         self._reduced.strays.clear()  # their gradients take part in this reduction
-        work, self.beneath = self.beneath, None
+        work, self.on_backward = self.on_backward, None
         if work is not None:
             work()
         if self._traced < self.backward_passes:  # not again in another group
@@ -353,6 +353,6 @@ class GradientReducer(BucketPass):
             mine = self._keeps_buffers or self.weights.scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
         self.passed = part.label
-        if part is not self._in_hand or self.weights.are_of_sums:
-            self.weights.weigh(self._in_hand)
+        if part is not self._current or self.weights.are_of_sums:
+            self.weights.weigh(self._current)
         return factor

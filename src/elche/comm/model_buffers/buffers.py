@@ -28,7 +28,7 @@ from elche.torch_internals.held import version
 SNAPSHOT_ELEMENTS = 65_536
 COUNT_LOOKS = 10
 """Number of first steps that compare counters, which differ once shares are unequal."""
-HANDING_OVER = "handing over buffers of a step that a lost rank left open"
+COPYING = "copying buffers of a step that a lost rank left unfinished"
 
 
 class BufferWatch:
@@ -139,7 +139,7 @@ class BufferAverager:
         self._watch.mark()
 
     @torch.no_grad()
-    def go_on_in(self, group: Group, source: int | None, *, lacks: bool) -> None:
+    def continue_in(self, group: Group, source: int | None, *, lacks: bool) -> None:
         """Continues in the group of the survivors; a collective call.
 
         Args:
@@ -148,13 +148,13 @@ class BufferAverager:
             lacks: True if this rank lacks that average.
         """
         if source is not None:
-            self._hand_over(group, source, lacks=lacks)
+            self._copy_result(group, source, lacks=lacks)
         self._group, self._exchange = group, None
 
-    def _hand_over(self, group: Group, source: int, *, lacks: bool) -> None:
+    def _copy_result(self, group: Group, source: int, *, lacks: bool) -> None:
         """Copies the last average to ranks that lack it; a collective call."""
         held = json.dumps([sorted(self._last), sorted(self._known.own)])
-        came, own = json.loads(gather_texts(group, held, HANDING_OVER)[source])
+        came, own = json.loads(gather_texts(group, held, COPYING)[source])
         sizes = [self._known.kinds[index].numel for index in came]
         means = torch.zeros(sum(sizes), dtype=self._dtype, device="cpu")
         parts = means.split(sizes)
@@ -162,7 +162,7 @@ class BufferAverager:
             for index, part in zip(came, parts, strict=True):
                 part.copy_(self._last[index])
         if came:
-            group.broadcast(means, HANDING_OVER, source)
+            group.broadcast(means, COPYING, source)
         if lacks:
             self._known.keep_own(own)
             self._travelling.update(filter(self._is_float, came))

@@ -124,19 +124,19 @@ class KnownBuffers:
 
     def _name(self, names: Iterable[str]) -> None:
         """Logs once per buffer that its form differs between ranks."""
-        told = _named.setdefault(self._model, set())
-        new = [name for name in dict.fromkeys(names) if name not in told]
+        logged = _named.setdefault(self._model, set())
+        new = [name for name in dict.fromkeys(names) if name not in logged]
         if new:
             _log.info("buffers %s: each rank keeps its own", ", ".join(new))
-        told.update(new)
+        logged.update(new)
 
     def name_means(
         self, own: Mapping[int, torch.Tensor], means: Mapping[int, torch.Tensor]
     ) -> None:
         """Warns once if own values of buffers, by number, differ from the means."""
-        told = _named.setdefault(self._model, set())
+        logged = _named.setdefault(self._model, set())
         norms, present = norm_buffers(self._model), self.present()
-        found = "means" not in told and [
+        found = "means" not in logged and [
             repr(name)
             for number, name in enumerate(self.numbers)
             if number in own.keys() & means.keys()
@@ -146,12 +146,11 @@ class KnownBuffers:
             )
         ]
         if found:
-            told.add("means")
+            logged.add("means")
             _log.warning(
-                "elche: buffers that forward passes write (%s) become the mean of what "
-                "each rank makes of its share, and integers stay a rank's own; "
-                "elche.all_gather(...) of what they are made of makes them those of "
-                "the whole batch, as on one device",
+                "elche: buffers that forward passes write (%s) are averaged over "
+                "ranks, and integers stay local; compute them from "
+                "elche.all_gather(...) to match one device",
                 ", ".join(found),
             )
 

@@ -171,7 +171,7 @@ class WindowBuffers:
         return all(succeeded(sent.work) for sent in self._sent)
 
     @torch.no_grad()
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool
     ) -> None:
         """Copies the sums to the ranks that lack them; collective, in a new group.

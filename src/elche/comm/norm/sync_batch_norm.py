@@ -142,8 +142,8 @@ class SyncBatchNorm(BatchNormBase):
         if self.scope.divided_by:
             raise ConfigError(
                 f"SyncBatchNorm {self._name!r} is in training mode inside "
-                f"{self.scope.divided_by}, where ranks have different batches and "
-                "never meet in it; call model.eval() before"
+                f"{self.scope.divided_by}, where ranks run different batches without "
+                "collectives; call model.eval() before"
             )
         self._check_input_dim(input)
         statistics = self._union(input.detach())

@@ -87,7 +87,7 @@ class RowGather:
         group.all_reduce(table, what)
         if len(set(table[:, 1].tolist())) > 1:
             kinds = gather_texts(group, kind, what)
-            raise MismatchError(f"{what}: ranks bring {kinds}; bring the same kind")
+            raise MismatchError(f"{what}: ranks pass {kinds}; pass the same kind")
         counts: list[int] = table[:, 0].tolist()
         return RowParts(sum(counts[: group.rank]), rows, sum(counts), weight)
 

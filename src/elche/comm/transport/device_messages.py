@@ -43,7 +43,7 @@ class SideStream:
         """Context whose work and allocations use the side stream."""
         return streams.beside(self._stream)
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
+    def mark_used(self, tensor: torch.Tensor) -> None:
         """Marks a tensor allocated in `beside` as used by the computation."""
         tensor.record_stream(streams.current_stream(self._device))
 
@@ -146,11 +146,11 @@ class DeviceMessages:
             found = tuple(torch.empty_like(one, device=self.device) for one in like)
             return found, [way.recv([one], rank, 0) for one in _as_bytes(found)]
 
-    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+    def mark_used(self, tensors: Sequence[torch.Tensor]) -> None:
         """Marks received device tensors as used by the computation."""
         for one in tensors:
             if one.device.type == self.device.type:
-                self.stream.hand_over(one)
+                self.stream.mark_used(one)
 
     def finish(self, works: Sequence[Any]) -> None:
         """Raises the errors of completed transfers."""

@@ -262,7 +262,7 @@ class MemoryExchange(Exchange):
             raise ProtocolError(
                 f"rank {self._group.rank} wrote message {self._number + 1} before "
                 f"ranks {self._behind(self._read, before)} had read message {before}, "
-                "whose memory it took"
+                "whose memory it overwrote"
             )
         self._side = side
         self._number += 1

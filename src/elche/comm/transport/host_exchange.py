@@ -104,7 +104,7 @@ class HostLeaders:
             exchange = self._waiting.popleft()
             exchange.begin_between(self._leaders)
             self._under_way.append(exchange)
-        self._under_way = [each for each in self._under_way if not each.hand_on()]
+        self._under_way = [each for each in self._under_way if not each.publish()]
 
     def explain(self, work: Any, what: str) -> None:
         """Raises the error of a failed sum of the leaders."""
@@ -183,7 +183,7 @@ class HostExchange(MemoryExchange):
             total.add_(slot)
         self._work = leaders.all_reduce_async(total)
 
-    def hand_on(self) -> bool:
+    def publish(self) -> bool:
         """Publishes an arrived sum to the host's ranks; True if the sum has ended."""
         if not self._work.is_completed():
             return False

@@ -84,7 +84,7 @@ class PointToPoint:
             message = inbox.take(tag)
             self._mailbox.room.notify_all()
         if self.devices is not None:
-            self.devices.hand_over(message.tensors)
+            self.devices.mark_used(message.tensors)
         return message
 
     def send(self, address: Address, message: Message, timeout_s: float) -> None:
@@ -111,7 +111,7 @@ class PointToPoint:
         for rank, way in (*self._lines.items(), *memory.items()):
             self._wait(
                 lambda way=way: not way.pending,  # type: ignore[misc]
-                *(rank, "its receiving what was sent", timeout_s),
+                *(rank, "sent messages to be received", timeout_s),
             )
 
     def close(self) -> None:

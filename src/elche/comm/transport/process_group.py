@@ -227,8 +227,8 @@ class Group:
         except CommunicationError:  # a DeviceWork has found the reason already
             raise
         except RuntimeError as error:
-            said = f"{what} failed on rank {self.ranks[self.rank]}: {error}"
-            raise self.on_failure(said, ()) from error
+            failure = f"{what} failed on rank {self.ranks[self.rank]}: {error}"
+            raise self.on_failure(failure, ()) from error
 
     def _poll(self, work: dist.Work) -> None:
         """Sleeps until a collective ends, and calls :attr:`check` periodically.
@@ -274,9 +274,9 @@ class Group:
                     raise late_error(f"{error}; {what}", late()) from error
                 is_over = now_s - started_s > self.timeout_s
                 if is_over and (missing is None or late()):  # else it has just arrived
-                    said = f"{what} did not end within {self.timeout_s:g} s"
-                    said += f" on rank {self.ranks[self.rank]}"
-                    raise self.on_failure(said, late())
+                    failure = f"{what} did not end within {self.timeout_s:g} s"
+                    failure += f" on rank {self.ranks[self.rank]}"
+                    raise self.on_failure(failure, late())
             if now_s - started_s > SPIN_S:  # spin only briefly
                 time.sleep(SLEEP_S)
 
@@ -322,7 +322,7 @@ class Group:
         if self._process_group is None:
             raise CommunicationError(
                 f"the process group of {self.world_size} ranks has ended on rank "
-                f"{self.rank}; begin another run"
+                f"{self.rank}; start a new run"
             )
         return self._process_group
 

@@ -12,11 +12,11 @@ MOST_LEFT_OUT = 2**53
 class WeightedMean:
     """Weighted mean of values, with a count of the values excluded from it."""
 
-    __slots__ = ("_left_out", "_weight", "_weighted_sum")
+    __slots__ = ("_excluded", "_weight", "_weighted_sum")
 
     def __init__(self) -> None:
         self._weighted_sum = self._weight = Fraction()
-        self._left_out = 0
+        self._excluded = 0
 
     def add(self, weighted_sum: float, weight: float) -> None:
         """Adds values by their weighted sum and their weight.
@@ -26,20 +26,20 @@ class WeightedMean:
         adds nothing.
         """
         if not (math.isfinite(weighted_sum) and 0.0 <= weight < math.inf):
-            self.leave_out(int(weight) if 1.0 <= weight < MOST_LEFT_OUT else 1)
+            self.exclude(int(weight) if 1.0 <= weight < MOST_LEFT_OUT else 1)
         elif weight > 0.0:
             self._weighted_sum += Fraction(weighted_sum)
             self._weight += Fraction(weight)
 
-    def leave_out(self, count: int) -> None:
+    def exclude(self, count: int) -> None:
         """Counts values excluded from the mean."""
-        self._left_out = min(self._left_out + count, MOST_LEFT_OUT)
+        self._excluded = min(self._excluded + count, MOST_LEFT_OUT)
 
     def merge(self, other: WeightedMean) -> None:
         """Adds another mean's values."""
         self._weighted_sum += other._weighted_sum
         self._weight += other._weight
-        self.leave_out(other._left_out)
+        self.exclude(other._excluded)
 
     @property
     def parts(self) -> tuple[float, float]:
@@ -54,10 +54,10 @@ class WeightedMean:
         return mean if math.isfinite(mean) else None
 
     @property
-    def left_out(self) -> int:
+    def excluded(self) -> int:
         """Number of excluded values, plus one if the mean itself overflows."""
         beyond = self.value is None and self._weight != 0
-        return min(self._left_out + beyond, MOST_LEFT_OUT)
+        return min(self._excluded + beyond, MOST_LEFT_OUT)
 
 
 def _rounded(exact: Fraction) -> float:

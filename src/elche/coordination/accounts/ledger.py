@@ -60,7 +60,7 @@ class EpochLedger:
         self._pool = deque([(0, self.pooled)] if self.pooled else [])
         self._holdings = {holder: _Holding() for holder in holders}
         self._committed: list[Range] = []
-        self._left_out: list[Range] = []
+        self._untrained: list[Range] = []
         self._abandoned: list[Range] = []
         self._gone: set[int] = set()
 
@@ -200,7 +200,7 @@ class EpochLedger:
 
     def discard(self, holder: int) -> None:
         """Drops a holder's closed batches: they count as done, but are in no model."""
-        self._left_out += self._holdings[holder].closed
+        self._untrained += self._holdings[holder].closed
         self._holdings[holder].closed = []
 
     def remove(self, holder: int) -> None:
@@ -228,14 +228,14 @@ class EpochLedger:
     def abandon(self) -> int:
         """Empties the pool as the loop ended early; returns the number of batches."""
         count, self.pooled = self.pooled, 0
-        self._left_out += self._pool
+        self._untrained += self._pool
         self._abandoned += self._pool
         self._pool.clear()
         return count
 
     def check(self) -> None:
         """Asserts that every batch is in exactly one place, and checks the counts."""
-        places = [*self._pool, *self._committed, *self._left_out]
+        places = [*self._pool, *self._committed, *self._untrained]
         for holding in self._holdings.values():
             places += holding.all
         assert sum(map(self.leased, self._holdings)) == self.total_leased

@@ -363,7 +363,7 @@ class _Account:
         """Returns the fields of `Metrics`, except epoch, window and duration."""
         names = sorted(self.means)
         values = [(name, self.means[name].value) for name in names]
-        counts = [(name, self.means[name].left_out) for name in names]
+        counts = [(name, self.means[name].excluded) for name in names]
         has_all = len(self.divergence) == self.world_size
         divergence = sorted(self.divergence.items()) if has_all else ()
         counted = {_field_of(name): tuple(n) for name, n in self.counted.items()}

@@ -152,7 +152,7 @@ def common_periods(reports: Mapping[int, Runs]) -> tuple[int, ...]:
     counts = {rank: len(report) for rank, report in reports.items()}
     if len(set(counts.values())) > 1:
         raise MismatchError(
-            f"ranks have handed over other numbers of schedulers ({counts} by rank): "
-            "call elche.follow for the same schedulers on every rank"
+            f"ranks follow different numbers of schedulers ({counts} by rank): call "
+            "elche.follow for the same schedulers on every rank"
         )
     return tuple(max(each)[1] for each in zip(*reports.values(), strict=True))

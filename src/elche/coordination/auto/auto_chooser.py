@@ -86,7 +86,7 @@ class AutoChooser(MeasuredSteps):
         self._first = FirstChoice(self._measures)
         # A rank without work would be the slowest rank, on which the others wait.
         may_lead = self._config.windows.max_batch_diff is None
-        self._leaves_out = may_lead and self._config.leave_out
+        self._excludes = may_lead and self._config.leave_out
         self._chooser: Chooser  # the one that made the first choice
         self._choice: Choice | None = None
         self._samples = self._next_window = 0
@@ -180,7 +180,7 @@ class AutoChooser(MeasuredSteps):
     def _share_among_all(self) -> None:
         """Grants steps ahead again, with shares for all ranks."""
         self._sync.grants.is_single = False
-        self._sync.shares.spare(())
+        self._sync.shares.assign_least(())
 
     def _watch(self, reports: Sequence[StepsDone], steps: int) -> list[Instruction]:
         """Records measured steps before ``sync`` grants more."""
@@ -195,15 +195,15 @@ class AutoChooser(MeasuredSteps):
         if measures.count < OBSERVED_GRANTS:
             return []
         measures.settle()
-        told = self._announce() if self._choose(PATIENCE) else []
-        return [*told, *self._stay_or_leave()]
+        replies = self._announce() if self._choose(PATIENCE) else []
+        return [*replies, *self._stay_or_leave()]
 
     def _choose_first(self, reports: Sequence[StepsDone]) -> list[Instruction]:
         """Makes the first choice if another measured step costs more than it gains."""
         cluster = self._cluster()
-        spared = self._first.spared(cluster)
-        if self._first.is_due(reports, cluster, spared):
-            chooser = Chooser(leaves_out=self._leaves_out)
+        minimal = self._first.minimal(cluster)
+        if self._first.is_due(reports, cluster, minimal):
+            chooser = Chooser(leaves_out=self._excludes)
             choice = chooser.choose(cluster)
             if self._first.accepts(choice):
                 self._choice, self._chooser = choice, chooser
@@ -212,8 +212,8 @@ class AutoChooser(MeasuredSteps):
                 self._measures.settle()
                 self._share_among_all()
                 return [*self._announce(), *self._stay_or_leave()]
-            spared = ()  # steps under the likely choice cost nothing extra
-        self._sync.shares.spare(spared)
+            minimal = ()  # steps under the likely choice cost nothing extra
+        self._sync.shares.assign_least(minimal)
         return []
 
     def _choose(self, patience: int = 1) -> bool:
@@ -240,8 +240,8 @@ class AutoChooser(MeasuredSteps):
     def _exclude(self) -> list[Instruction]:
         """Excludes the chosen ranks from steps, unless that is decided already."""
         with_s = predict("sync", self._cluster()).window_s
-        left_out, without_s = self._chosen.left_out, self._chosen.prediction.window_s
-        return [*self._sync.exclusion.allow(left_out, with_s, without_s)]
+        excluded, without_s = self._chosen.excluded, self._chosen.prediction.window_s
+        return [*self._sync.exclusion.allow(excluded, with_s, without_s)]
 
     def _carry_out(self, *, alike: bool) -> None:
         """Applies the choice to the policy at an epoch's start."""
@@ -262,7 +262,7 @@ class AutoChooser(MeasuredSteps):
     def _is_outdated(self, windows: WindowPolicy) -> bool:
         """True if the current windows differ from the choice."""
         choice = self._chosen
-        chosen = choice.carried_out_by, frozenset(choice.left_out)
+        chosen = choice.carried_out_by, frozenset(choice.excluded)
         if (windows.name, windows.state.idle) != chosen:
             return True
         anchors = sorted((choice.anchor, windows.state.config.windows.anchor))
@@ -289,7 +289,7 @@ class AutoChooser(MeasuredSteps):
             windows_config(self._config, choice),
             [*self._members.values()],
             self._settings.epochs,
-            idle=frozenset(choice.left_out),
+            idle=frozenset(choice.excluded),
             first_window=self._next_window,
             cut_for=None if choice.is_alone else self._settings.cut_for,
             times=self._times,

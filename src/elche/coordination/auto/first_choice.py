@@ -44,7 +44,7 @@ class FirstChoice:
         self._lost_s = 0.0
         self._is_first = True
 
-    def spared(self, cluster: MeasuredCluster) -> tuple[int, ...]:
+    def minimal(self, cluster: MeasuredCluster) -> tuple[int, ...]:
         """Returns ranks with the least share: in turn none, or all but the fastest."""
         if not self._measures.count % 2:
             return ()
@@ -56,9 +56,9 @@ class FirstChoice:
         self,
         reports: Sequence[StepsDone],
         cluster: MeasuredCluster,
-        spared: Sequence[int],
+        minimal: Sequence[int],
     ) -> bool:
-        """True if another step, with least shares for ``spared``, is not worth it."""
+        """True if another step, with least shares for ``minimal``, is not worth it."""
         steps, doubt = self._measures.count, cluster.doubt
         fleet = Fleet(cluster, drops=True)
         gain = best_together(fleet)
@@ -69,7 +69,7 @@ class FirstChoice:
         if not self._is_first:
             self._lost_s += max(busy_s) + shown_s - usual_s
         self._is_first = False
-        next_s = max(0.0, _step_s(cluster, spared) + shown_s - usual_s)
+        next_s = max(0.0, _step_s(cluster, minimal) + shown_s - usual_s)
         # The part of a first step that was compilation is unknown.
         run_s = cluster.run_batches * (usual_s if steps else min(busy_s))
         cost = (self._lost_s + next_s) / run_s
@@ -94,8 +94,8 @@ def _batch_s(cluster: MeasuredCluster, samples: float) -> dict[int, float]:
     return dict(zip(cluster.ranks, times_s, strict=True))
 
 
-def _step_s(cluster: MeasuredCluster, spared: Sequence[int]) -> float:
-    """Estimates the time (s) of a step with the least share for ``spared``."""
+def _step_s(cluster: MeasuredCluster, minimal: Sequence[int]) -> float:
+    """Estimates the time (s) of a step with the least share for ``minimal``."""
     whole_s = _batch_s(cluster, cluster.global_batch_size)
-    rate = sum(1.0 / each_s for r, each_s in whole_s.items() if r not in spared)
+    rate = sum(1.0 / each_s for r, each_s in whole_s.items() if r not in minimal)
     return max(1.0 / rate, *_batch_s(cluster, cluster.min_share_samples).values())

@@ -88,15 +88,15 @@ class _Exclusion:
     def __str__(self) -> str:
         them = "it" if len(self.ranks) == 1 else "them"
         return (
-            f"{_named(self.ranks)} left out: steps of {1e3 * self.with_s:.3g} ms take "
+            f"{_named(self.ranks)} excluded: steps of {1e3 * self.with_s:.3g} ms take "
             f"{1e3 * self.without_s:.3g} ms without {them} ({self.gain:.2f} times as "
-            f"fast); the model is brought to {them} at every epoch's end, and all are "
-            "tried again now and then (leave_out=False keeps all)"
+            f"fast); the model is copied to {them} at the end of every epoch, and all "
+            "ranks are retried now and then (leave_out=False keeps all)"
         )
 
 
 @final
-class LeftOutRanks:
+class ExcludedRanks:
     """Decides which ranks are excluded from steps, and when that changes.
 
     Attributes:
@@ -131,7 +131,7 @@ class LeftOutRanks:
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._announced: tuple[int, ...] = ()
-        self._has_said_why = self._decides = False
+        self._has_announced = self._decides = False
 
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
@@ -153,7 +153,7 @@ class LeftOutRanks:
     def stop(self) -> None:
         """Ends exclusions as ``auto`` leaves the steps; all ranks take later steps."""
         self.reset(self._members)
-        self._shares.leave_out(())
+        self._shares.exclude(())
         self._phase = _Phase.OFF
 
     @property
@@ -177,18 +177,18 @@ class LeftOutRanks:
         """Begins an epoch; excluded ranks take part in its first step or a trial."""
         self._epoch, self._samples = epoch, sizes.runs[0][0]
         self._steps_left, self._now_s = sizes.num_batches, now_s
-        told: list[LeaveOut] = []
+        replies: list[LeaveOut] = []
         decides, found = False, self._agreed
         if self._phase is _Phase.APART:
             is_worth = self._is_worth(self._chosen)
             decides = now_s >= self._trial_due_s or not is_worth
         elif found is not None and self._is_worth(found):
-            told = self._choose(found)
+            replies = self._choose(found)
         if self._phase in (_Phase.LEAVING, _Phase.APART):
             self._enter(_Phase.TRIAL)  # a trial under way continues
             self._decides = decides
             return self._set(())
-        return told
+        return replies
 
     def leave(self) -> list[LeaveOut]:
         """Applies the chosen exclusion; called when no granted step is under way."""
@@ -223,9 +223,9 @@ class LeftOutRanks:
             shown_s = min(each.sync_wait_s for each in reports) / steps
             self._recent.append(_Measured(steps, step_s, shown_s))
             if self._is_enough:
-                told = self._look(median(each.step_s for each in self._recent))
+                replies = self._look(median(each.step_s for each in self._recent))
                 self._recent.clear()
-                return told
+                return replies
         return []
 
     @property
@@ -259,7 +259,7 @@ class LeftOutRanks:
             line = (
                 f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
             )
-            return self._say(line) if gain > 1.0 else []
+            return self._announce(line) if gain > 1.0 else []
         agreed = self._agreed = found if self._suspects is not None else None
         self._suspects = found
         if found is None and self._phase is _Phase.MEASURING:
@@ -294,11 +294,11 @@ class LeftOutRanks:
             return []
         if self.is_trying:
             self._enter(_Phase.MEASURING)
-        if self.ranks or self._has_said_why:
+        if self.ranks or self._has_announced:
             return []
-        self._has_said_why = True
-        why = unknown or "it is never left out; start it on a faster device"
-        return self._say(
+        self._has_announced = True
+        why = unknown or "this rank is never excluded; start it on a faster device"
+        return self._announce(
             f"steps are predicted to be {found.gain:.2f} times as fast without "
             f"{_named(found.ranks)}, but all keep a share: {why}"
         )
@@ -331,9 +331,9 @@ class LeftOutRanks:
             without_s = without_s * self._bias if self._bias else without_s + shown_s
         return _Exclusion(ranks, step_s, without_s)
 
-    def _is_alone(self, left_out: Sequence[int]) -> bool:
+    def _is_alone(self, excluded: Sequence[int]) -> bool:
         """True if only one rank stays active, which reduces with none."""
-        return len(left_out) == len(self._members) - 1
+        return len(excluded) == len(self._members) - 1
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:
         """Yields the slowest rank, the two slowest, ...; never the first rank."""
@@ -349,13 +349,13 @@ class LeftOutRanks:
         """Excludes exactly these ranks; returns the notifications to all members."""
         self.changing = ranks or self.ranks or self.changing
         self.ranks = ranks
-        self._shares.leave_out(ranks)
+        self._shares.exclude(ranks)
         return [
             LeaveOut(rank=rank, epoch=self._epoch, left_out=ranks, reason=reason)
             for rank in self._members
         ]
 
-    def _say(self, reason: str) -> list[LeaveOut]:
+    def _announce(self, reason: str) -> list[LeaveOut]:
         """Returns a notification with a log line; the exclusion is unchanged."""
         rank, epoch = self._first, self._epoch
         return [LeaveOut(rank=rank, epoch=epoch, left_out=self.ranks, reason=reason)]

@@ -33,12 +33,12 @@ class ModelHandover:
         self.behind: set[int] = set()
         self.adopting: set[int] = set()
         self.ready: set[int] = set()
-        self._is_told = False
+        self._is_instructed = False
 
     @property
     def is_due(self) -> bool:
         """True if ranks are behind and no `Adopt` has been sent."""
-        return bool(self.behind) and not self._is_told
+        return bool(self.behind) and not self._is_instructed
 
     def remove(self, rank: int) -> None:
         """Removes a lost rank."""
@@ -49,11 +49,11 @@ class ModelHandover:
         """Waits for members to run their begun steps, since ranks have died."""
         self.adopting = {*members} - self.ready - self.behind
         self.ready.clear()
-        self._is_told = False
+        self._is_instructed = False
 
-    def tell(self, members: Iterable[int], source: int, last: int) -> list[Adopt]:
+    def instruct(self, members: Iterable[int], source: int, last: int) -> list[Adopt]:
         """Instructs members to copy the model after step ``last`` from ``source``."""
-        self._is_told = True
+        self._is_instructed = True
         self.adopting.update(members)
         return [
             Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
@@ -68,7 +68,7 @@ class ModelHandover:
         """
         is_due = event.rank in self.adopting or is_paused
         if not is_due or event.epoch != self._epoch:
-            raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
+            raise ProtocolError(f"rank {event.rank} adopted a model unasked: {event}")
         if is_paused:
             self.ready.add(event.rank)  # other ranks have not arrived yet
         self.adopting.discard(event.rank)

@@ -125,11 +125,10 @@ class NonFiniteReports:
         else:
             who = "no rank has seen a gradient of its own that was not finite"
         return NonFiniteError(
-            f"the model's parameters have become NaN in epoch {epoch}; {who}. "
-            "A step under sync is one of all ranks, and nothing can be left out of it: "
-            "look at the data, the loss and the learning rate, take a GradScaler, or "
-            "choose a policy of windows ('cadence', 'async'), where an update that is "
-            "not finite is discarded",
+            f"the model's parameters have become NaN in epoch {epoch}; {who}. Policy "
+            "sync cannot discard the update of one rank: look at the data, the loss "
+            "and the learning rate, use a GradScaler, or choose a policy of windows "
+            "('cadence', 'async'), which discards updates that are not finite",
             rank,
             batches,
             part,

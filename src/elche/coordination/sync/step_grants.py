@@ -23,7 +23,7 @@ from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import EpochLeft, StepsDone
 from elche.coordination.protocol.instructions import GrantBatches
-from elche.coordination.sync.left_out import LeftOutRanks
+from elche.coordination.sync.left_out import ExcludedRanks
 from elche.coordination.sync.step_reports import EARLY
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ProtocolError
@@ -117,10 +117,10 @@ class StepGrants:
         members: Sequence[Member],
         settings: Settings,
         shares: StepShares,
-        left_out: LeftOutRanks,
+        exclusion: ExcludedRanks,
     ) -> None:
         self._shares = shares
-        self._left_out = left_out
+        self._exclusion = exclusion
         self._epoch = -1
         self.world_size = max(member.rank for member in members) + 1
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
@@ -128,7 +128,7 @@ class StepGrants:
         self.sizes = BatchSizes(())
         self.until = self.committed_until = 0
         self._step_s = math.inf
-        self._has_said_none = False
+        self._has_granted_nothing = False
         self.is_single = self.fetches_early = False
         is_known = shares.is_fixed or settings.config.speed_hints is not None
         self._guesses = not is_known and len({member.device for member in members}) > 1
@@ -159,7 +159,7 @@ class StepGrants:
         self._granted.clear()
         self.sizes = sizes
         self.until = self.committed_until = 0
-        self._has_said_none = False
+        self._has_granted_nothing = False
 
     def follow(self, members: Mapping[int, int]) -> None:
         """Adopts new members, each with its loader's horizon."""
@@ -178,8 +178,8 @@ class StepGrants:
             raise ProtocolError(f"rank {rank} reports steps it was not granted")
         if (report.start, report.stop) != (grant.start, grant.stop):
             raise ProtocolError(
-                f"rank {rank} reports steps {report.start}..{report.stop - 1}, "
-                f"granted were {grant.start}..{grant.stop - 1}"
+                f"rank {rank} reports steps {report.start}..{report.stop - 1}, but "
+                f"was granted {grant.start}..{grant.stop - 1}"
             )
         samples = grant.shares[rank] * grant.steps
         if report.samples != samples:
@@ -214,7 +214,7 @@ class StepGrants:
             raise ProtocolError(
                 f"rank {event.rank} left epoch {event.epoch} after step {event.step} "
                 f"and claims {event.samples} samples in {times_s} s since its last "
-                f"report, granted were {samples}"
+                f"report, but was granted {samples}"
             )
         for grant in owed:
             grant.owing.remove(event.rank)
@@ -264,36 +264,36 @@ class StepGrants:
 
     def top_up(self, ranks: Collection[int]) -> list[GrantBatches]:
         """Grants steps until the loaders' horizon and two grants are covered."""
-        told: list[GrantBatches] = []
-        left_out = self._left_out
-        is_single = self.is_single or self._guesses or left_out.is_trying
+        replies: list[GrantBatches] = []
+        exclusion = self._exclusion
+        is_single = self.is_single or self._guesses or exclusion.is_trying
         steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         steps = 1 if is_single else steps
-        while self.ungranted and not left_out.is_leaving:
+        while self.ungranted and not exclusion.is_leaving:
             ahead = self.until - self.committed_until
             oldest = self.oldest.steps if self.oldest is not None else 1
             most = self._ahead_steps + (oldest - 1) + (steps - 1)
             if ahead >= (1 if is_single else most) + self.fetches_early:
                 break
             start, stop, shares = self._next_steps(steps)
-            self.until, self._has_said_none = stop, False
-            told += self._tell(ranks, start, stop, shares)
+            self.until, self._has_granted_nothing = stop, False
+            replies += self._grant(ranks, start, stop, shares)
             self._granted.append(Granted(start, stop, shares, {*ranks}))
-        return told
+        return replies
 
-    def say_none(self, ranks: Collection[int]) -> list[GrantBatches]:
+    def grant_nothing(self, ranks: Collection[int]) -> list[GrantBatches]:
         """Grants nothing to loops that fetch early, so that they do not wait.
 
         Such a loop reports its last step with the next grant, which waits for that
         report: a deadlock without the empty grant.
         """
         waits = self.fetches_early and self._granted and self.ungranted
-        if not waits or self._has_said_none:
+        if not waits or self._has_granted_nothing:
             return []
-        self._has_said_none = True
-        return self._tell(ranks, self.until, self.until, ())
+        self._has_granted_nothing = True
+        return self._grant(ranks, self.until, self.until, ())
 
-    def _tell(
+    def _grant(
         self, ranks: Collection[int], start: int, stop: int, shares: tuple[int, ...]
     ) -> list[GrantBatches]:
         common = dict(epoch=self._epoch, start=start, stop=stop)

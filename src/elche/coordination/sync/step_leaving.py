@@ -84,9 +84,9 @@ class EarlyEnd:
         if begun.step <= done.stop and begun.passes > done.backward_passes:
             raise ConfigError(
                 f"rank {begun.rank} waits in backward pass {begun.passes} of the run, "
-                f"in step {begun.step - 1} of epoch {begun.epoch}, which rank "
-                f"{done.rank} ended after {done.backward_passes}; {self.under} "
-                f"{SAME_PASSES}"
+                f"in step {begun.step - 1} of epoch {begun.epoch}, but rank "
+                f"{done.rank} ended that step after {done.backward_passes}; "
+                f"{self.under} {SAME_PASSES}"
             )
 
     def staying(self, members: Iterable[int]) -> list[int]:

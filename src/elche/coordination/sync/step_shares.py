@@ -102,20 +102,20 @@ class StepShares:
         if not self.is_fixed:
             self._balancer.limit(self._places[rank], samples)
 
-    def spare(self, ranks: Iterable[int]) -> None:
+    def assign_least(self, ranks: Iterable[int]) -> None:
         """Assigns these ranks the least share of later steps."""
-        self._balancer.spare([self._places[rank] for rank in ranks])
+        self._balancer.assign_least([self._places[rank] for rank in ranks])
 
-    def leave_out(self, ranks: Iterable[int]) -> None:
+    def exclude(self, ranks: Iterable[int]) -> None:
         """Assigns these ranks no share from now on, and all others one."""
-        self._balancer.leave_out([self._places[rank] for rank in ranks])
+        self._balancer.exclude([self._places[rank] for rank in ranks])
 
-    def step_s(self, samples: int, left_out: Iterable[int]) -> float:
+    def step_s(self, samples: int, excluded: Iterable[int]) -> float:
         """Predicts the time (s) of a step without these ranks and the reduction.
 
         Infinite if the other devices cannot hold the batch.
         """
-        places = [self._places[rank] for rank in left_out]
+        places = [self._places[rank] for rank in excluded]
         return self._balancer.step_s(samples, places)
 
     def least_s(self, samples: int) -> dict[int, float]:

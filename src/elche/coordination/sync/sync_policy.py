@@ -27,7 +27,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import GrantBatches, Instruction
 from elche.coordination.protocol.messages import Runs
-from elche.coordination.sync.left_out import LeftOutRanks
+from elche.coordination.sync.left_out import ExcludedRanks
 from elche.coordination.sync.model_handover import ModelHandover
 from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_grants import Granted, StepGrants, report_of
@@ -64,7 +64,7 @@ class SyncPolicy(Policy):
         config = settings.config
         self._members = {member.rank: member.horizon_batches for member in members}
         self.shares = StepShares(settings, self._members, times)
-        self.exclusion = LeftOutRanks([*self._members], settings, self.shares)
+        self.exclusion = ExcludedRanks([*self._members], settings, self.shares)
         self.grants = StepGrants(members, settings, self.shares, self.exclusion)
         self._is_deterministic = config.debug.deterministic
         self._makes_room = False
@@ -92,8 +92,8 @@ class SyncPolicy(Policy):
         """Grants the first steps."""
         self.grants.begin_epoch(epoch, sizes)
         self._begin(epoch, now_s)
-        told = self.exclusion.begin_epoch(epoch, sizes, now_s)
-        return Outcome([*told, *self._top_up()])
+        replies = self.exclusion.begin_epoch(epoch, sizes, now_s)
+        return Outcome([*replies, *self._top_up()])
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Handles a report of steps, or a rank's early exit from the epoch."""
@@ -111,9 +111,9 @@ class SyncPolicy(Policy):
                 self._take(event)
             case _:
                 raise ProtocolError(f"sync: unexpected {type(event).__name__}")
-        return Outcome() if self._is_paused else self._go_on(now_s)
+        return Outcome() if self._is_paused else self._advance(now_s)
 
-    def _go_on(self, now_s: float) -> Outcome:
+    def _advance(self, now_s: float) -> Outcome:
         """Completes steps that all ranks have run, grants more, and ends the epoch."""
         outcome = Outcome()
         grants = self.grants
@@ -143,7 +143,7 @@ class SyncPolicy(Policy):
         handover = self._handover
         if handover.is_due and not handover.adopting:
             source, last = min(self._active), self.grants.until - 1
-            outcome.instructions += handover.tell(self._members, source, last)
+            outcome.instructions += handover.instruct(self._members, source, last)
         return bool(handover.adopting)
 
     @property
@@ -225,7 +225,7 @@ class SyncPolicy(Policy):
         self.grants.settle(max(reduced.values()) + 1, self._lost)
         self._is_cut = True
         self._handover.await_steps(self._members.keys())
-        return self._go_on(now_s)
+        return self._advance(now_s)
 
     def _adopted(self, event: ModelUpdated) -> None:
         self._handover.take(event, is_paused=self._is_paused)
@@ -253,9 +253,9 @@ class SyncPolicy(Policy):
     def waiting_for(self) -> str:
         """Names the ranks that the epoch waits for, and their pending work."""
         if self._is_paused:
-            return "the ranks that stay to form their new group"
+            return "the remaining ranks to form a new group"
         if adopting := self._handover.adopting:
-            what = "run the steps begun" if self._lost else "take over the model"
+            what = "finish the started steps" if self._lost else "adopt the model"
             return f"ranks {sorted(adopting)} to {what}"
         silent = sorted(self.grants.oldest.owing) if self.grants.oldest else []
         return f"steps of ranks {silent} in epoch {self._epoch}"
@@ -285,16 +285,16 @@ class SyncPolicy(Policy):
         self.exclusion.changing = ()
         self._left.completed(grant.stop)
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
-        told: list[Instruction] = []
+        replies: list[Instruction] = []
         if not grant.is_settled:
             self._checks.compare({report.rank: report.checks for report in reports})
             if not grant.left:
-                told += self._measure(grant, reports, now_s)
+                replies += self._measure(grant, reports, now_s)
                 if self.watch is not None:
-                    told += self.watch(reports, grant.steps)
+                    replies += self.watch(reports, grant.steps)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
         first, last, steps = min(self._members), grant.stop - 1, grant.steps
-        return [*told, self._totals.close_window(last, now_s, first, sync_s, steps)]
+        return [*replies, self._totals.close_window(last, now_s, first, sync_s, steps)]
 
     def _measure(
         self, grant: Granted, reports: Sequence[StepsDone], now_s: float
@@ -324,23 +324,23 @@ class SyncPolicy(Policy):
         holds = self._makes_room or self._is_paused
         if not (holds or self._is_cut or self._left):
             return self.grants.top_up(self._active)
-        return [] if self._lost else self.grants.say_none(self._active)
+        return [] if self._lost else self.grants.grant_nothing(self._active)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
         """Handles a loop's early exit: granted steps are run, no others granted."""
         if event.epoch != self._epoch:
-            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+            raise ProtocolError(f"rank {event.rank} cannot leave epoch {event.epoch}")
         if self._is_paused or self._handover.adopting:
             raise ProtocolError(
-                f"rank {event.rank} left epoch {event.epoch} while ranks that live "
-                f"formed another group; {event.apart}"
+                f"rank {event.rank} left epoch {event.epoch} while the surviving "
+                f"ranks formed a new group; {event.apart}"
             )
         self.grants.leave(event)
-        told = self._left.take(event, self._active)
+        replies = self._left.take(event, self._active)
         self._numbers.take(event)
         self._totals.add(max(0, event.step - 1), report_of(event))
-        outcome = self._go_on(now_s)
-        outcome.instructions[:0] = told
+        outcome = self._advance(now_s)
+        outcome.instructions[:0] = replies
         return outcome
 
     def _end_early(self, outcome: Outcome, now_s: float) -> Outcome:
@@ -353,13 +353,13 @@ class SyncPolicy(Policy):
         if staying and grants.fetches_early:
             raise ProtocolError(
                 f"ranks {sorted(active - {*staying})} left epoch {self._epoch} before "
-                f"ranks {staying}, whose last backward pass is to come, because "
+                f"ranks {staying}, whose last backward pass is still to come, because "
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step
         source = self._left.settle(active, is_needed=bool(handover.behind))
         if source is not None:
-            outcome.instructions += handover.tell(self._members, source, done - 1)
+            outcome.instructions += handover.instruct(self._members, source, done - 1)
             return outcome
         steps, first = done - grants.committed_until, min(self._members)
         if steps > 0:

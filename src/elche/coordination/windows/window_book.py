@@ -95,8 +95,8 @@ class Part:
     @property
     def weight(self) -> float:
         """Weight in the mean: the one its rank reported, or its samples."""
-        said = None if self.closed is None else self.closed.weight
-        return float(self.samples) if said is None or not self.samples else said
+        by_user = None if self.closed is None else self.closed.weight
+        return float(self.samples) if by_user is None or not self.samples else by_user
 
 
 class WindowBook:
@@ -143,7 +143,7 @@ class WindowBook:
         """
         if event.window != self.window_of(event.rank):
             raise ProtocolError(
-                f"rank {event.rank} trains in window {event.window}, it should be in "
+                f"rank {event.rank} trains in window {event.window}, expected window "
                 f"{self.window_of(event.rank)}"
             )
         self.part(event.rank).train(event)
@@ -157,19 +157,19 @@ class WindowBook:
         part = self.parts.get(event.rank)
         if part is None or not part.is_open or event.window != self.window:
             raise ProtocolError(
-                f"rank {event.rank} closes window {event.window}, expected once and of "
-                f"an open one; collected is window {self.window}"
+                f"rank {event.rank} closes window {event.window}, expected to close "
+                f"window {self.window} once"
             )
         if event.weight is not None and not 0.0 <= event.weight < math.inf:
             raise ProtocolError(
                 f"rank {event.rank} closes window {event.window} with a weight of "
-                f"{event.weight}, expected a finite one from 0 on"
+                f"{event.weight}, expected a finite weight of at least 0"
             )
         part.move(PartPhase.CLOSED)
         part.closed = event
         self._open -= 1
 
-    def tell_again(self) -> None:
+    def reopen_closing(self) -> None:
         """Reopens closing windows, so that `CloseWindow` is sent again at the end."""
         for rank in self.parts:
             part = self.part(rank)

@@ -70,10 +70,10 @@ def refuse_lost(state: WindowState, running: Reduction, event: ModelUpdated) -> 
     reduced = {r: part.trained for r, part in running.parts.items() if part.samples}
     batches = [each for trained in reduced.values() for each in trained]
     raise NonFiniteError(
-        f"rank {event.rank} holds parameters that are not finite after window "
-        f"{event.window} of epoch {state.epoch}, in which the updates of ranks "
-        f"{sorted(reduced)} were (batches {named(batches)}); no update can be finite "
-        "any more: look at the learning rate, outer_lr and the loss",
+        f"rank {event.rank} holds non-finite parameters after window {event.window} "
+        f"of epoch {state.epoch}, although the updates of ranks {sorted(reduced)} "
+        f"were finite (batches {named(batches)}); no later update can be finite: look "
+        "at the learning rate, outer_lr and the loss",
         event.rank,
         joined(batches),
     )

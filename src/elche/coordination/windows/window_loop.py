@@ -85,7 +85,7 @@ HELD_WINDOWS = 3
 TRAIN = Action(Do.TRAIN)
 CATCH_UP = "the slowest rank to catch up"
 CLOSED = "the other ranks to end the window"
-AGAIN = "the ranks that stay to reduce again"
+AGAIN = "the remaining ranks to reduce again"
 LEASE = "another lease"
 CLOSE = Action(Do.CLOSE)
 STOP = Action(Do.STOP)
@@ -112,7 +112,7 @@ class WindowLoop:
         self._overlapped = overlapped
         self._plan: OpenWindow | None = None
         self._permit: int | None = None
-        self._in_hand = WindowPhase.UNOPENED
+        self._current = WindowPhase.UNOPENED
         self._result = ResultPhase.HELD
         self._reduce: Reduce | None = None
         self._regroup: Regroup | None = None
@@ -149,7 +149,7 @@ class WindowLoop:
 
     @property
     def _is_open(self) -> bool:
-        return self._in_hand is not WindowPhase.UNOPENED
+        return self._current is not WindowPhase.UNOPENED
 
     @property
     def _is_planned(self) -> bool:
@@ -190,7 +190,7 @@ class WindowLoop:
             case CloseWindow(drain=drain):
                 if instruction.window == self.window and self._is_open:
                     draining, closing = WindowPhase.DRAINING, WindowPhase.CLOSING
-                    self._in_hand = draining if drain else closing
+                    self._current = draining if drain else closing
             case Reduce():
                 self._plan_reduction(instruction)
             case Regroup():
@@ -236,11 +236,11 @@ class WindowLoop:
         if urgent is not None:
             return urgent
         if self._is_diverged:  # it would train on NaN parameters
-            return self._finish_or_wait("the mean to start anew from")
+            return self._finish_or_wait("the mean to restart from")
         if self._owes and not self._overlapped:
             return Action(Do.WAIT, why=AGAIN if self._is_open else CLOSED)
-        goes_on = self._overlapped and self._plan is not None and has_work
-        if not self._is_open and not goes_on:
+        continues = self._overlapped and self._plan is not None and has_work
+        if not self._is_open and not continues:
             return self._wait_closed(now_s)
         if self._is_over(now_s):
             return self._end_of_window(now_s, has_work)
@@ -269,11 +269,11 @@ class WindowLoop:
         """Records that this rank has closed its window."""
         if not self._is_open or self._owes:
             raise ProtocolError(
-                f"window {self.window} is closed while {self._in_hand.name}, the last "
+                f"window {self.window} is closed while {self._current.name}, the last "
                 f"result {self._result.name}"
             )
         self._is_diverged = self._overlapped and not is_finite
-        self._in_hand, self._result = WindowPhase.UNOPENED, ResultPhase.OWED
+        self._current, self._result = WindowPhase.UNOPENED, ResultPhase.OWED
         if self._permit is not None:
             self._permit = 0  # until the next window's plan sets the limit
         self.window += 1
@@ -323,7 +323,7 @@ class WindowLoop:
         if plan.window != self.window or self._is_open:
             raise ProtocolError(f"expected window {self.window}, got {plan!r}")
         self._plan, self._permit = plan, plan.hold_after
-        self._in_hand = WindowPhase.OPEN
+        self._current = WindowPhase.OPEN
         if self._result is ResultPhase.OWED and not (self._overlapped or self._adopt):
             self._result = ResultPhase.HELD
 
@@ -342,7 +342,7 @@ class WindowLoop:
             if self.in_flight is not None and is_reduced:
                 return Action(Do.FINISH, self._reduce)
         elif self._owes and self._is_open:
-            is_void = self._in_hand is WindowPhase.DRAINING  # the rest of the plan
+            is_void = self._current is WindowPhase.DRAINING  # the rest of the plan
             if is_void or self.batches >= at:
                 return self._finish_or_wait("the reduction of the last window")
         return None
@@ -400,7 +400,7 @@ class WindowLoop:
         return patience_s is None or now_s - self._opened_s >= patience_s
 
     def _must_close(self) -> bool:
-        return self._in_hand in (WindowPhase.CLOSING, WindowPhase.DRAINING)
+        return self._current in (WindowPhase.CLOSING, WindowPhase.DRAINING)
 
     def _is_over(self, now_s: float) -> bool:
         if self._must_close():

@@ -20,31 +20,31 @@ CALIBRATION_BATCHES = 32
 
 def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
     """Opens the next window for each of these ranks."""
-    told = grant_planned(state) if ranks else []
-    return [*told, *(_open(state, rank) for rank in ranks)]
+    replies = grant_planned(state) if ranks else []
+    return [*replies, *(_open(state, rank) for rank in ranks)]
 
 
 def next_window(state: WindowState, now_s: float) -> list[Instruction]:
     """Opens the window for ranks without one, and leases batches to hungry ranks."""
     state.leasing.set_costs(state.pacing.batch_s())
-    told = open_windows(state, state.book.unopened())
-    told += permits(state)
-    told += lease(state, sorted(state.leasing.hungry), now_s)
-    return told + close_idle(state, state.members)
+    replies = open_windows(state, state.book.unopened())
+    replies += permits(state)
+    replies += lease(state, sorted(state.leasing.hungry), now_s)
+    return replies + close_idle(state, state.members)
 
 
 def permits(state: WindowState) -> list[Instruction]:
     """Returns each rank's new limit after the slowest rank has progressed."""
-    told: list[Instruction] = []
+    replies: list[Instruction] = []
     for rank in state.members:
         part, batches = state.book.part(rank), _permit(state, rank)
         if part.is_open and batches is not None:
             part.permitted = max(batches, part.permitted or 0)
             window = state.book.window_of(rank)
-            told.append(
+            replies.append(
                 Permit(rank=rank, epoch=state.epoch, window=window, batches=batches)
             )
-    return told
+    return replies
 
 
 def lease(state: WindowState, ranks: Sequence[int], now_s: float) -> list[Instruction]:
@@ -52,12 +52,12 @@ def lease(state: WindowState, ranks: Sequence[int], now_s: float) -> list[Instru
     if state.life.is_draining or state.plans is not None:
         return grant_planned(state) + close_idle(state, ranks)
     had = state.ledger.pooled
-    told: list[Instruction] = []
+    replies: list[Instruction] = []
     for rank in ranks:
-        told += state.leasing.top_up(rank, now_s)
-    told += state.leasing.feed_first(now_s)
+        replies += state.leasing.top_up(rank, now_s)
+    replies += state.leasing.feed_first(now_s)
     ran_out = had and not state.ledger.pooled
-    return told + close_idle(state, state.members if ran_out else ranks)
+    return replies + close_idle(state, state.members if ran_out else ranks)
 
 
 def grant_planned(state: WindowState) -> list[Instruction]:
@@ -85,14 +85,14 @@ def grant_planned(state: WindowState) -> list[Instruction]:
 
 def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     """Closes the windows of ranks without further work in them."""
-    told = _tell_idle(state, ranks)
-    if told and state.throttle.is_final:  # ranks held by it would wait in vain
-        told += _tell_idle(state, state.members)
-    return told
+    replies = _close_starved(state, ranks)
+    if replies and state.throttle.is_final:  # ranks held by it would wait in vain
+        replies += _close_starved(state, state.members)
+    return replies
 
 
-def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
-    told: list[Instruction] = []
+def _close_starved(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
+    replies: list[Instruction] = []
     others_wait, nothing_left = state.book.any_closed, state.ledger.pooled == 0
     for rank in ranks:
         part = state.book.part(rank)
@@ -106,8 +106,8 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
         is_held = state.throttle.holds(state.book.batches_since(rank))
         if state.life.is_draining or is_idle or is_held:
             state.throttle.stop(rank)
-            told.append(_close_window(state, rank))
-    return told
+            replies.append(_close_window(state, rank))
+    return replies
 
 
 def _close_window(state: WindowState, rank: int) -> CloseWindow:

@@ -107,10 +107,10 @@ class WindowPolicy(Policy):
         state.reset(sizes, epoch, now_s)
         state.take_plan(sizes)
         ranks = list(state.members)
-        told = open_windows(state, ranks)
+        replies = open_windows(state, ranks)
         if state.plans is None:
-            told += state.leasing.first(ranks, now_s)
-        return self._outcome(told, close_idle(state, ranks))
+            replies += state.leasing.first(ranks, now_s)
+        return self._outcome(replies, close_idle(state, ranks))
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Handles an event of the epoch under way."""
@@ -160,7 +160,7 @@ class WindowPolicy(Policy):
         """Names the ranks that have not closed, or not reduced, the window."""
         state = self.state
         if state.is_paused:
-            return "the ranks that stay to form their new group"
+            return "the remaining ranks to form a new group"
         if state.running is not None and not state.book.any_closed:
             return f"the reduction on ranks {sorted(state.running.missing)[:8]}"
         late = [r for r, part in state.book.parts.items() if part.closed is None]
@@ -178,27 +178,27 @@ class WindowPolicy(Policy):
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """Resumes after all members have formed their group with these results."""
         state = self.state
-        told = [*resume_reduction(state, reduced)]
+        replies = [*resume_reduction(state, reduced)]
         if state.may_end_window:
-            return self._end_window(told, now_s)
+            return self._end_window(replies, now_s)
         if state.life.is_final and state.has_work:
-            state.life.go_on()
-            told += next_window(state, now_s)
-        told += permits(state)  # the slowest rank may be lost
-        return self._outcome(told, lease(state, sorted(state.leasing.hungry), now_s))
+            state.life.reopen()
+            replies += next_window(state, now_s)
+        replies += permits(state)  # the slowest rank may be lost
+        return self._outcome(replies, lease(state, sorted(state.leasing.hungry), now_s))
 
     def _outcome(
-        self, *told: Iterable[Instruction], epoch_over: bool = False
+        self, *replies: Iterable[Instruction], epoch_over: bool = False
     ) -> Outcome:
-        instructions = [*chain(*told)]
+        instructions = [*chain(*replies)]
         return Outcome(instructions, epoch_over, self.state.take_notes())
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self.state, event.rank
         if event.epoch != state.epoch:
             raise ProtocolError(
-                f"rank {rank} reports batches of epoch {event.epoch}, under way is "
-                f"{state.epoch}"
+                f"rank {rank} reports batches of epoch {event.epoch}, but the epoch "
+                f"under way is {state.epoch}"
             )
         check_claim(event, state.ledger.train(rank, event.start, event.stop))
         state.book.trained(event)
@@ -213,12 +213,12 @@ class WindowPolicy(Policy):
             ),
         )
         state.leasing.trained(rank, now_s)
-        told: list[Instruction] = []
+        replies: list[Instruction] = []
         if state.throttle.done(rank, state.book.batches_since(rank)):
-            told += permits(state)
+            replies += permits(state)
         if event.timed:
-            told += calibrate(state, rank)
-        return told + lease(state, [rank], now_s)
+            replies += calibrate(state, rank)
+        return replies + lease(state, [rank], now_s)
 
     def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
         state, rank = self.state, event.rank
@@ -231,20 +231,20 @@ class WindowPolicy(Policy):
         judge_update(state, event)
         if state.life.is_draining and (part.is_drained or not state.is_overlapped):
             state.give_back(rank)
-        if not state.goes_on(rank):
+        if not state.continues(rank):
             state.throttle.stop(rank)
-        told = calibrate(state, rank)
+        replies = calibrate(state, rank)
         if state.may_end_window:
-            return self._end_window(told, now_s)
+            return self._end_window(replies, now_s)
         if state.opens_early:
-            told += open_windows(state, [rank])
+            replies += open_windows(state, [rank])
         touched = set(state.leasing.hungry) if was_first else set()
         if state.throttle.is_final:
             touched.update(state.members)
-        told += close_idle(state, sorted({*touched, rank}))
-        return self._outcome(told)
+        replies += close_idle(state, sorted({*touched, rank}))
+        return self._outcome(replies)
 
-    def _end_window(self, told: list[Instruction], now_s: float) -> Outcome:
+    def _end_window(self, replies: list[Instruction], now_s: float) -> Outcome:
         """Measures and reduces a window that all ranks have closed; opens the next."""
         state = self.state
         touched, ahead = (
@@ -259,8 +259,8 @@ class WindowPolicy(Policy):
         if not touched and (state.life.is_final or not state.is_overlapped):
             state.advance()
             if state.life.is_final:
-                return self._end_epoch(told, now_s)
-            return self._outcome(told, next_window(state, now_s))
+                return self._end_epoch(replies, now_s)
+            return self._outcome(replies, next_window(state, now_s))
         is_tail = state.life.is_final or state.ledger.pooled == 0
         if state.plans is None:  # a plan does not depend on measurements
             state.note(
@@ -268,12 +268,12 @@ class WindowPolicy(Policy):
                     state.book.parts, state.last, is_tail=is_tail, idle=state.idle
                 )
             )
-        told += begin_reduction(state, self._planner, now_s)
+        replies += begin_reduction(state, self._planner, now_s)
         state.stage()
         state.advance()
         if not state.life.is_final:
-            told += next_window(state, now_s)
-        return self._outcome(told)
+            replies += next_window(state, now_s)
+        return self._outcome(replies)
 
     def _reduced(self, event: ModelUpdated, now_s: float) -> Outcome:
         """Records that a rank has the result; commits the window after the last."""
@@ -308,7 +308,7 @@ class WindowPolicy(Policy):
             max(r.sync_s for r in done.reports.values()),
             min(state.members),
         )
-        told: list[Instruction] = [
+        replies: list[Instruction] = [
             state.totals.close_window(done.plan.window, now_s, reader, sync_s)
         ]
         if state.plans is None:
@@ -316,32 +316,32 @@ class WindowPolicy(Policy):
             active = [p.batches for r, p in parts if p.batches and r not in unpaced]
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.life.is_final:
-            return self._end_epoch(told, now_s)
+            return self._end_epoch(replies, now_s)
         if state.may_end_window:  # closed before the result was adopted
-            return self._end_window(told, now_s)
-        return self._outcome(told)
+            return self._end_window(replies, now_s)
+        return self._outcome(replies)
 
     def _leave(self, event: EpochLeft) -> list[Instruction]:
         """Handles a loop's early exit: the epoch ends for all with a last commit."""
         state = self.state
         if event.epoch != state.epoch:
-            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+            raise ProtocolError(f"rank {event.rank} cannot leave epoch {event.epoch}")
         state.life.leave(event.rank)
         returned, untouched = state.give_back(event.rank)
         state.note(
             f"rank {event.rank} left the loop of epoch {event.epoch} early: the epoch "
-            f"ends for all; {returned} batches leased to it are given back, "
-            f"{untouched} that no rank holds are left out of the epoch"
+            f"ends on all ranks; {returned} batches leased to it return to the pool, "
+            f"and {untouched} unleased batches are not trained in this epoch"
         )
         return self._drain()
 
     def _drain(self) -> list[Instruction]:
         """Stops leasing, so that all ranks close their windows."""
-        self.state.book.tell_again()
+        self.state.book.reopen_closing()
         return close_idle(self.state, self.state.members)
 
-    def _end_epoch(self, told: list[Instruction], now_s: float) -> Outcome:
+    def _end_epoch(self, replies: list[Instruction], now_s: float) -> Outcome:
         state = self.state
         anchor, ranks = state.pacing.el_che.anchor, sorted(state.members)
         ends = state.totals.end_epoch(ranks, now_s, anchor=anchor)
-        return self._outcome(told, ends, epoch_over=True)
+        return self._outcome(replies, ends, epoch_over=True)

@@ -31,7 +31,7 @@ class EpochLife:
     ``leave``  not final      a rank's loop has left early: the epoch drains
     ``cut``    any            the epoch must pause, unless it ends: it drains
     ``end``    not final      a window has ended, and no work is left
-    ``go_on``  final          a rank lost in the last reduction has left work
+    ``reopen``  final          a rank lost in the last reduction has left work
     =========  =============  =======================================================
 
     Attributes:
@@ -59,9 +59,9 @@ class EpochLife:
         self._refuse(self.is_final, "a window cannot be the last one")
         self.is_final = True
 
-    def go_on(self) -> None:
+    def reopen(self) -> None:
         """Continues after a window that was not the last: there is work again."""
-        self._refuse(not self.is_final, "an epoch cannot go on")
+        self._refuse(not self.is_final, "an epoch cannot continue")
         self.is_final = False
 
     def _refuse(self, is_wrong: bool, refusal: str) -> None:
@@ -381,7 +381,7 @@ class WindowState:
         is_known = self.pacing.el_che.is_calibrated or self.plans is not None
         return self.is_overlapped and is_known
 
-    def goes_on(self, rank: int) -> bool:
+    def continues(self, rank: int) -> bool:
         """True if a rank that has ended its window trains in the next one."""
         return self.opens_early and self.ledger.leased(rank) > 0
 
@@ -391,7 +391,7 @@ class WindowState:
         self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         for rank in self.members:
             self.throttle.done(rank, self.book.batches_since(rank))
-            if self.book.parts[rank].closed is not None and not self.goes_on(rank):
+            if self.book.parts[rank].closed is not None and not self.continues(rank):
                 self.throttle.stop(rank)
 
     def give_back(self, rank: int) -> tuple[int, int]:

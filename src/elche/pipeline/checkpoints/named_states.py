@@ -85,24 +85,24 @@ def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
     return found
 
 
-def check_alike(told: Sequence[Mapping[str, str]]) -> None:
+def check_alike(reports: Sequence[Mapping[str, str]]) -> None:
     """Raises unless all ranks have the same optimizers with the same groups.
 
     Args:
-        told: each rank's description of its optimizers.
+        reports: each rank's description of its optimizers.
 
     Raises:
         MismatchError: they differ; the message names the first difference.
     """
-    for rank, theirs in enumerate(told):
-        for place in dict.fromkeys((*told[0], *theirs)):
-            mine, other = told[0].get(place), theirs.get(place)
+    for rank, theirs in enumerate(reports):
+        for place in dict.fromkeys((*reports[0], *theirs)):
+            mine, other = reports[0].get(place), theirs.get(place)
             if mine != other:
                 raise MismatchError(
-                    f"ranks disagree about {place}: rank 0 has {mine}, rank {rank} has "
-                    f"{other}; give the same optimizers in the same order, with the "
-                    "same groups and settings, on every rank; leave those groups empty "
-                    "of which a rank has no parameters"
+                    f"ranks disagree about {place}: rank 0 has {mine}, rank {rank} "
+                    f"has {other}; give the same optimizers in the same order, with "
+                    "the same groups and settings, on every rank; where a rank has no "
+                    "parameters of a group, leave the group empty"
                 )
 
 

@@ -94,9 +94,9 @@ class PipelineContents:
         ]
         if missing:
             raise ConfigError(
-                f"no optimizer that the pipeline knows of holds {missing[0]}, which "
-                "learns: call pipe.register_optimizer(optimizer) before saving or "
-                "resuming, so that its state is kept"
+                f"no registered optimizer holds the trainable {missing[0]}: call "
+                "pipe.register_optimizer(optimizer) before saving or resuming, so "
+                "that its state is saved"
             )
 
     def load(self, found: Checkpoint) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class PipelineContents:
         """
         if found.manifest.info.get("kind") != KIND:
             raise MismatchError(
-                f"{found.path} is of a run of elche.setup, and this one has a Pipeline"
+                f"{found.path} was saved by elche.setup, but this run uses a Pipeline"
             )
         self._refuse_unknown()
         pipe = self.pipe
@@ -119,8 +119,8 @@ class PipelineContents:
         kinds = [type(one).__name__ for one in self.optimizers]
         if kinds != shared["optimizers"]:
             raise MismatchError(
-                f"{found.path} has the state of {shared['optimizers']}, this script "
-                f"hands over {kinds}; give the same optimizers in the same order"
+                f"{found.path} has the state of {shared['optimizers']}, but this "
+                f"script passes {kinds}; give the same optimizers in the same order"
             )
         with fitting(found, "model"):
             pipe.load_model(found.model_parts(set(pipe.local_model())))

@@ -146,7 +146,7 @@ class PipelineState:
         wrong = [
             *([f"has no {few(missing)}, which rank {self.rank} needs"] * bool(missing)),
             *([f"has another shape of {few(other)}"] * bool(other)),
-            *([f"has {few(extra)}, which the model has not"] * bool(extra)),
+            *([f"has {few(extra)}, which the model lacks"] * bool(extra)),
         ]
         if wrong:
             raise ConfigError(
@@ -180,11 +180,11 @@ class PipelineState:
         """
         if self.communicator.peers is None:
             return [make()]
-        told = self.communicator.agree(lambda: [rank, make()], what)
-        wanted = [one for one, _ in told]
+        reports = self.communicator.agree(lambda: [rank, make()], what)
+        wanted = [one for one, _ in reports]
         if any(one != rank for one in wanted):
-            raise MismatchError(f"ranks ask {what} for different things: {wanted}")
-        return [one for _, one in told]
+            raise MismatchError(f"ranks call {what} for different ranks: {wanted}")
+        return [one for _, one in reports]
 
     def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
         """Gathers the parts of this rank's replica on the CPU, on one rank or on all.
@@ -227,16 +227,16 @@ class PipelineState:
         """
         if not self.passes.is_open:
             raise ConfigError(
-                "elche.save() inside this loop could not say what is left of the "
-                "epoch: write `for batch in pipe.batches(loader)`, or leave saving to "
+                "elche.save() inside this loop cannot record the rest of the epoch: "
+                "write `for batch in pipe.batches(loader)`, or leave saving to "
                 "elche.save_every, or count epochs by yourself and register the count"
             )
 
     def agree(self, make: Callable[[], str], what: str) -> str:
         """Broadcasts rank 0's text; all ranks call it between epochs or at a cut."""
-        told = self.communicator.agree(lambda: "" if self.rank else make(), what)
+        reports = self.communicator.agree(lambda: "" if self.rank else make(), what)
         self.passes.steps_outside = 0
-        return str(told[0])
+        return str(reports[0])
 
     def heeds_signals(self, heeds: bool) -> None:
         """Reports to the launcher whether this rank stops by itself after a signal."""

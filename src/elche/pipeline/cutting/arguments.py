@@ -121,12 +121,12 @@ class Arguments:
         for name, structure in self.structures.items():
             if name not in given and not _count(structure):
                 continue
-            found, told = flatten(given.pop(name, None), f"the argument {name}")
-            if told != structure:
+            found, form = flatten(given.pop(name, None), f"the argument {name}")
+            if form != structure:
                 raise ConfigError(
-                    f"the argument {name} of the model is not like that of the sample "
-                    f"it was cut with: got {_shown(told)}, the sample has "
-                    f"{_shown(structure)}; give it in the same form"
+                    f"the model's argument {name} differs in form from the sample's: "
+                    f"got {_shown(form)}, the sample has {_shown(structure)}; pass "
+                    "the same form"
                 )
             tensors += found
         extra = [name for name, value in given.items() if value is not None]
@@ -162,8 +162,8 @@ class Arguments:
         broken = [one for one in self._guards if one.xreplace(values) == False]  # noqa: E712
         if broken:
             raise ConfigError(
-                f"the model was cut for sizes with {broken[0]}, which the sample has "
-                f"and tensors of {[list(one.shape) for one in tensors]} have not: "
+                f"the model was cut for sizes with {broken[0]}, true of the sample "
+                f"but not of tensors of {[list(one.shape) for one in tensors]}: "
                 "forward may do something else for them; cut with a sample like them"
             )
         self._seen.add(sizes)

@@ -270,9 +270,8 @@ def _graph(
     for node in nodes:
         if _changes(node) and _viewed(node.args[0]) not in own:
             raise ConfigError(
-                f"forward changes {where(node)} ({node.target}) in place what was made "
-                "before a cut; take the operation that returns a new tensor, or "
-                f"{REMEDY}"
+                f"forward changes a tensor from before a cut in place {where(node)} "
+                f"({node.target}); use the out-of-place operation, or {REMEDY}"
             )
         if node.target is call_whole:
             mapped_args: Any = fx.node.map_aggregate(

@@ -106,7 +106,7 @@ def _device_of(model: nn.Module) -> torch.device:
     other = next((one.device for one in held[:-1] if one.device != device), device)
     if other != device:
         raise ConfigError(
-            f"the model stands on {device} and on {other}; move it to one device, the "
+            f"the model is on {device} and on {other}; move it to one device, the "
             "pipeline moves each rank's part to its own"
         )
     return device
@@ -305,9 +305,9 @@ def _compare(trained: fx.Graph, evaluated: fx.Graph) -> None:
         min(map(len, rows)) - 1,
     )
     raise ConfigError(
-        f"forward does something else in training than in evaluation "
-        f"{where(nodes[at])} ({nodes[at].name}), such as dropout as a function: make "
-        f"it a module (nn.Dropout); {REMEDY}"
+        f"forward differs between training and evaluation {where(nodes[at])} "
+        f"({nodes[at].name}), such as dropout as a function: make it a module "
+        f"(nn.Dropout); {REMEDY}"
     )
 
 

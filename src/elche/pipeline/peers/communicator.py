@@ -111,14 +111,14 @@ class PipelineCommunicator:
             made = make()
         except Exception as problem:
             raised, error = problem, f"{type(problem).__name__}: {problem}"
-        told = self.exchange([what, error, made], what)
-        check_same_call(told, what)
+        reports = self.exchange([what, error, made], what)
+        check_same_call(reports, what)
         if raised is not None:
             raise raised
-        for rank, (_, text, _) in enumerate(told):
+        for rank, (_, text, _) in enumerate(reports):
             if text:
                 raise ConfigError(f"rank {rank} failed in {what}: {text}")
-        return [value for _, _, value in told]
+        return [value for _, _, value in reports]
 
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
         """Builds on every rank, and raises on all if one fails, or they differ.
@@ -185,23 +185,23 @@ class PipelineCommunicator:
             return results, [_losses(results)], wants_cut()
         with self.ending_on_failure():
             results = carry_out(given)
-            said, what = [_losses(results), wants_cut()], "the end of the step"
-            told = self.peers.exchange(said, given.timeout_s, what)
-        return results, [losses for losses, _ in told], told[0][1]
+            report, what = [_losses(results), wants_cut()], "the end of the step"
+            reports = self.peers.exchange(report, given.timeout_s, what)
+        return results, [losses for losses, _ in reports], reports[0][1]
 
 
 def _losses(results: StepResults) -> list[float]:
     return [float(results.losses[index]) for index in sorted(results.losses)]
 
 
-def check_same_call(told: Sequence[Sequence[Any]], what: str) -> None:
+def check_same_call(reports: Sequence[Sequence[Any]], what: str) -> None:
     """Raises unless all ranks call the same method, by the first item of each report.
 
     Raises:
         MismatchError: ranks call different methods.
     """
-    if any(one[0] != what for one in told):
-        calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(told))
+    if any(one[0] != what for one in reports):
+        calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(reports))
         raise MismatchError(f"ranks call different methods: {calls}")
 
 

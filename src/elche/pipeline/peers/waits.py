@@ -146,9 +146,9 @@ class Waits:
     def _name_late(self, ranks: Sequence[int], what: str, timeout_s: float) -> None:
         for rank in set(self._follow(ranks)[0]).intersection(ranks):
             logger.warning(
-                "the pipeline has waited %.0f s for rank %d: %s; it is late, and waits "
-                "for no other rank: look at its own output; it has %g s (timeout_s) in "
-                "all",
+                "the pipeline has waited %.0f s for rank %d: %s; that rank is late, "
+                "and waits for no other: look at its own output; the limit is %g s "
+                "(timeout_s)",
                 *(NAMED_AFTER_S, rank, what, timeout_s),
             )
 

@@ -59,9 +59,9 @@ class GradientBucket:
         for one in gradients:
             if one is not None and one.layout is not torch.strided:
                 raise ConfigError(
-                    f"a gradient of shape {list(one.shape)} is sparse, and ranks that "
-                    "hold a parameter together sum dense ones; build the embedding "
-                    "with sparse=False"
+                    f"a gradient of shape {list(one.shape)} is sparse, but ranks that "
+                    "share a parameter sum dense gradients; build the embedding with "
+                    "sparse=False"
                 )
         self.exchange.reclaim("the end of the last sum")
         flat = self.exchange.contribution(0)

@@ -75,9 +75,9 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
         each, rest = divmod(world_size, replicas)
         if rest or not each:
             raise ConfigError(
-                f"{world_size} ranks cannot be shared out evenly among {replicas} "
-                f"replicas of a pipeline; run a multiple of {replicas} ranks, or say "
-                "which ranks each replica has, such as replicas=[[0, 1], [2]]"
+                f"{world_size} ranks cannot be divided evenly among {replicas} "
+                f"replicas of a pipeline; run a multiple of {replicas} ranks, or name "
+                "the ranks of each replica, such as replicas=[[0, 1], [2]]"
             )
         starts = range(0, world_size, each)
         ranks = tuple(tuple(range(start, start + each)) for start in starts)
@@ -91,17 +91,18 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
     return ReplicaGroups(ranks, rank)
 
 
-def check_grouping(told: Sequence[Any]) -> None:
+def check_grouping(reports: Sequence[Any]) -> None:
     """Raises unless all ranks have reported the same groups.
 
     Raises:
         MismatchError: ranks have reported different groups.
     """
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
+    for rank, theirs in enumerate(reports):
+        if theirs != reports[0]:
             raise MismatchError(
-                f"ranks disagree about the replicas: rank 0 has {told[0]}, rank {rank} "
-                f"has {theirs}; run the same script with the same settings everywhere"
+                f"ranks disagree about the replicas: rank 0 has {reports[0]}, rank "
+                f"{rank} has {theirs}; run the same script with the same settings "
+                "everywhere"
             )
 
 
@@ -159,7 +160,7 @@ class ReplicaShares:
 
 
 def read_shares(
-    told: Sequence[tuple[int | None, int | None]],
+    reports: Sequence[tuple[int | None, int | None]],
     groups: ReplicaGroups,
     counts: Sequence[int],
     reduction: str,
@@ -168,8 +169,8 @@ def read_shares(
     """Computes a step's shares from the ranks' reported batch sizes.
 
     Args:
-        told: samples of batch and target, per rank: None without one, -1 for a target
-            whose samples cannot be counted.
+        reports: samples of batch and target, per rank: None without one, -1 for a
+            target whose samples cannot be counted.
         groups: the replicas.
         counts: microbatches of each replica.
         reduction: reduction of the loss.
@@ -181,9 +182,9 @@ def read_shares(
     """
     sizes: list[list[int]] = []
     for index, members in enumerate(groups.ranks):
-        said = [told[rank] for rank in members]
-        total = next((one for one, _ in said if one is not None), None)
-        labelled = next((one for _, one in said if one is not None), None)
+        own = [reports[rank] for rank in members]
+        total = next((one for one, _ in own if one is not None), None)
+        labelled = next((one for _, one in own if one is not None), None)
         if groups.are_several and not total:
             if labelled and (total is None or labelled > 0):
                 raise ConfigError(

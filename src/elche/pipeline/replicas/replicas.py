@@ -61,9 +61,9 @@ def agree_on_groups(
         made.append(group_ranks(replicas, placement.rank, placement.world_size))
         return [list(members) for members in made[0].ranks]
 
-    told = communicator.gather(ranks, "sharing out the ranks among replicas")
+    reports = communicator.gather(ranks, "sharing out the ranks among replicas")
     try:
-        check_grouping(told)
+        check_grouping(reports)
     except MismatchError:
         communicator.close()
         raise
@@ -215,15 +215,15 @@ def _agree_on_layers(
         astuple(_describe(parts, index, layer, names))
         for index, layer in sorted(parts.built.items())
     ]
-    said = [parts.plan.schedule.num_microbatches, mine]
-    told = communicator.exchange(said, "comparing the replicas")
-    held = [[HeldLayer(*one) for one in layers] for _, layers in told]
+    report = [parts.plan.schedule.num_microbatches, mine]
+    reports = communicator.exchange(report, "comparing the replicas")
+    held = [[HeldLayer(*one) for one in layers] for _, layers in reports]
     try:
         check_equal(held, groups)
     except MismatchError:
         communicator.close()
         raise
-    return held, [count for count, _ in told]
+    return held, [count for count, _ in reports]
 
 
 def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:

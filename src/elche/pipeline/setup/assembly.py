@@ -214,7 +214,7 @@ def _log_unsplit(stages: dict[int, StageBackward]) -> None:
     names = [name for one in stages.values() for name in one.unsplit()]
     if names:
         logger.info(
-            "the backward of %s runs whole, with no weight gradients for the "
+            "the backward of %s runs whole: no weight gradient is deferred into the "
             "schedule's gaps; those of nn.Linear, nn.Embedding, nn.Conv1d to "
             "nn.ConvTranspose3d, nn.MultiheadAttention and GPT-2's Conv1D are "
             "deferred, of exactly these types and without hooks on their parameters",

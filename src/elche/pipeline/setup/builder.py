@@ -84,10 +84,10 @@ class PipelineBuilder:
         # A rank that fails also ends the run for the others.
         with ranks.ending_on_failure():
             groups = agree_on_groups(config.replicas, place, ranks)
-            told: list[Any] = []
+            times: list[Any] = []
             if config.costs == "measure":
-                told = ranks.gather(self._measure, "measuring the layers")
-            parts = ranks.build(lambda: self._build(groups, peers, told), groups)
+                times = ranks.gather(self._measure, "measuring the layers")
+            parts = ranks.build(lambda: self._build(groups, peers, times), groups)
             return Stepping(ranks, groups, parts)
 
     @cached_property
@@ -117,20 +117,20 @@ class PipelineBuilder:
         return [limit, [list(astuple(one)) for one in measured]]
 
     def _build(
-        self, groups: ReplicaGroups, peers: StagePeers | None, told: Sequence[Any]
+        self, groups: ReplicaGroups, peers: StagePeers | None, times: Sequence[Any]
     ) -> Parts:
         device, layers, config = self._device(), self._layers, self._config
         wanted, members = self._schedule, groups.members
         unsplit: frozenset[int] = frozenset()
-        if told:
-            rows = {r: [LayerMeasurement(*one) for one in told[r][1]] for r in members}
+        if times:
+            rows = {r: [LayerMeasurement(*one) for one in times[r][1]] for r in members}
             unsplit = frozenset(
                 index
                 for index, one in enumerate(rows[self._placement.rank])
                 if not one.weight_gradient_s
             )
-            assert isinstance(wanted, str), "check_measuring has seen to it"
-            limits = [told[rank][0] for rank in members]
+            assert isinstance(wanted, str), "checked by check_measuring"
+            limits = [times[rank][0] for rank in members]
             wanted, config = plan_measured(
                 *(list(rows.values()), limits, wanted, self._micro_batches, config)
             )

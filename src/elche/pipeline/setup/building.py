@@ -156,7 +156,7 @@ def layers_of(
     """
     if points is not None and (split is not None or not isinstance(model, nn.Module)):
         raise ConfigError(
-            "split_points= cuts a module, and goes without split=; got "
+            "split_points= cuts a module, and excludes split=; got "
             f"{type(model).__name__}{' and split' if split else ''}"
         )
     is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
@@ -232,8 +232,8 @@ def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
         foreign = [name for name, one in held if id(one) not in originals]
         if foreign:
             raise ConfigError(
-                f"layer {index} of split has {', '.join(foreign[:3])}, which the model "
-                "has not; layers must hold the model's own parameters"
+                f"layer {index} of split has {', '.join(foreign[:3])}, which the "
+                "model lacks; layers must hold the model's own parameters"
             )
         aliases.append({name: originals[id(one)] for name, one in held})
     left = [name for key, name in originals.items() if key not in covered]

@@ -173,7 +173,7 @@ class StageBackward:
         flight = self._flight(microbatch)
         if flight.input_is_done:
             raise ProtocolError(
-                f"stage {self.stage.index}: microbatch {microbatch} had its backward"
+                f"stage {self.stage.index}: microbatch {microbatch} had a backward"
             )
         flight.input_is_done = True
         if self._own is not None:

@@ -132,11 +132,11 @@ class ContributionGuard:
         names = sorted(self._names[key] for key in keys)
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise ContributionError(
-            f"stage {self._stage}, schedule {self._schedule}, microbatch {microbatch}: "
-            f"parameter {shown} {what}, expected exactly one; the gradients of this "
-            "step are wrong and must not be applied. Zero them; if the stage is not "
-            "changed by hooks or wrappers (DistributedDataParallel does not work "
-            "inside a pipeline), this is a fault of elche's"
+            f"stage {self._stage}, schedule {self._schedule}, microbatch "
+            f"{microbatch}: parameter {shown} {what}, expected exactly one; the "
+            "gradients of this step are wrong and must not be applied. Zero them; if "
+            "the stage is not changed by hooks or wrappers (DistributedDataParallel "
+            "does not work inside a pipeline), this is a bug in elche"
         )
 
 

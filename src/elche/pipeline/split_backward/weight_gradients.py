@@ -237,7 +237,7 @@ class _Deferred(torch.autograd.Function):
 
 def _differentiates_inside() -> ConfigError:
     return ConfigError(
-        "the stage differentiates in its own forward, or the loss function does, where "
-        "the weights' gradients cannot be deferred; take a schedule that does not "
-        "split backward (1f1b, gpipe), or PipelineConfig(split_backward=False)"
+        "the stage differentiates in its own forward, or the loss function does, "
+        "where the weights' gradients cannot be deferred; use a schedule that does "
+        "not split backward (1f1b, gpipe), or PipelineConfig(split_backward=False)"
     )

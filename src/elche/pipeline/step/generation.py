@@ -152,21 +152,21 @@ class Generation:
             _, form = flatten(self._batch(_tokens(listed)), "the batch")
             return [settings, *offer, listed, str(form)]
 
-        told = self._communicator.agree(prompt, "generate")
-        settings = [one[0] for one in told]
+        reports = self._communicator.agree(prompt, "generate")
+        settings = [one[0] for one in reports]
         if any(one != settings[0] for one in settings):
             raise ConfigError(
                 "expected one max_new_tokens, end_token and use_cache on all ranks, "
                 f"got {settings} by rank"
             )
-        self._form = told[first][4]
+        self._form = reports[first][4]
         if self.use_cache:
-            fault = next((one[2] for one in told if one[2]), "")
-            has_cache = any(one[1] for one in told)
+            fault = next((one[2] for one in reports if one[2]), "")
+            has_cache = any(one[1] for one in reports)
             self._refuse(fault or ("" if has_cache else "no layer takes cache="))
             if not self.layers.refused:
                 self._caches = {}
-        return _tokens(told[first][3])
+        return _tokens(reports[first][3])
 
     def _refuse(self, reason: str) -> None:
         """Disables caches from now on, if there is a reason; logs it once."""
@@ -189,8 +189,8 @@ class Generation:
         def choose() -> list[int] | None:
             if not self.stepping.parts.is_last:
                 return None
-            told = self.choose(_last_logits(outputs))
-            chosen = torch.as_tensor(told, device="cpu")
+            reports = self.choose(_last_logits(outputs))
+            chosen = torch.as_tensor(reports, device="cpu")
             if chosen.shape != (len(made),):
                 raise ConfigError(
                     f"expected choose to return one token for each of {len(made)} "
@@ -198,9 +198,9 @@ class Generation:
                 )
             return [int(one) for one in chosen]
 
-        told = self._communicator.agree(choose, "the choice of a token")
+        reports = self._communicator.agree(choose, "the choice of a token")
         last = self.stepping.parts.plan.schedule.placement[-1]
-        return _tokens(told[last])
+        return _tokens(reports[last])
 
     def _outputs(self, made: torch.Tensor) -> Any:
         """The model's output for the sequences, on the rank of the last stage."""
@@ -237,10 +237,10 @@ class Generation:
             apart = _distance(_last_logits(found), logits)
             if apart <= torch.finfo(logits.dtype).eps ** 0.4:  # rounding alone
                 return ""
-            return f"its layers' caches lead to other logits (by {apart:.1e})"
+            return f"its layers' caches change the logits (by {apart:.1e})"
 
-        told = self._communicator.agree(compare, "the check of the caches")
-        self._refuse("".join(told))
+        reports = self._communicator.agree(compare, "the check of the caches")
+        self._refuse("".join(reports))
         self._compared += 1
         if self.layers.refused:
             self._caches = None

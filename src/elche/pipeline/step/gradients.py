@@ -50,9 +50,9 @@ def clip_norm(
         ]
         return [most, sum(norm**2 for norm in norms)]
 
-    told = communicator.agree(measure, "clip_grad_norm_")
-    most = _common([one for one, _ in told], "max_norm")
-    norm = math.sqrt(math.fsum(squares for _, squares in told))
+    reports = communicator.agree(measure, "clip_grad_norm_")
+    most = _common([one for one, _ in reports], "max_norm")
+    norm = math.sqrt(math.fsum(squares for _, squares in reports))
     scale = most / (norm + 1e-6)
     if not scale >= 1.0:  # as in torch, a NaN norm makes all gradients NaN
         for one in mine:
@@ -83,8 +83,8 @@ def unscale(
     if isinstance(loss_scale, torch.amp.GradScaler):
         given = only_optimizer(optimizer)
         return _unscale_by(loss_scale, given, parameters, communicator)
-    told = communicator.agree(lambda: scale_of(loss_scale), "unscale_")
-    scale, finite = _common(told, "loss_scale"), True
+    reports = communicator.agree(lambda: scale_of(loss_scale), "unscale_")
+    scale, finite = _common(reports, "loss_scale"), True
     for one in parameters:
         if one.grad is not None:
             one.grad.div_(scale)
@@ -105,9 +105,9 @@ def _unscale_by(
     """
     gradients = [one.grad for one in parameters if one.grad is not None]
     mine = all(bool(one.isfinite().all()) for one in gradients)
-    told = communicator.agree(lambda: [scaler.get_scale(), mine], "unscale_")
-    _common([scale for scale, _ in told], "loss_scale")
-    finite = all(one for _, one in told)
+    reports = communicator.agree(lambda: [scaler.get_scale(), mine], "unscale_")
+    _common([scale for scale, _ in reports], "loss_scale")
+    finite = all(one for _, one in reports)
     if not finite and mine and gradients:
         gradients[0].fill_(math.inf)
     for one in gradients[:1]:
@@ -116,7 +116,7 @@ def _unscale_by(
     return finite
 
 
-def _common(told: list[float], name: str) -> float:
-    if len(set(told)) > 1:
-        raise MismatchError(f"expected one {name} on all ranks, got {told} by rank")
-    return told[0]
+def _common(reports: list[float], name: str) -> float:
+    if len(set(reports)) > 1:
+        raise MismatchError(f"expected one {name} on all ranks, got {reports} by rank")
+    return reports[0]

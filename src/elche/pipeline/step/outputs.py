@@ -69,7 +69,7 @@ def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
     return [each + (index < rest) for index in range(count)]
 
 
-def hand_out(
+def send_outputs(
     outputs: Any,
     wanted: OutputRanks,
     members: Sequence[int],

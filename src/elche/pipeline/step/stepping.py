@@ -33,8 +33,8 @@ from elche.pipeline.step.outputs import (
     EvaluationOutput,
     OutputRanks,
     StepOutput,
-    hand_out,
     joined_gradients,
+    send_outputs,
 )
 from elche.pipeline.trees import as_plain, join_batches, split_batch
 
@@ -82,14 +82,14 @@ class Stepping:
             weights=shares.weights(shares.index, given.report.loss_scale),
             input_gradients=call.input_gradients,
         )
-        results, told, wants_cut = self.communicator.run(
+        results, gathered, wants_cut = self.communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
             asked,
             self.passes.pauses.wants_cut,
         )
         self.steps += 1
         self.passes.step_done(wants_cut=wants_cut)
-        losses = self.replicas.losses(told)
+        losses = self.replicas.losses(gathered)
         loss = shares.loss(losses)
         assert loss is not None, "there is a target"
         return StepOutput(
@@ -123,11 +123,11 @@ class Stepping:
         with modes_kept(layers):
             for layer in layers:
                 layer.train(False)
-            results, told, _ = self.communicator.run(
+            results, gathered, _ = self.communicator.run(
                 carry_out, self._input(given, shares, caches=caches)
             )
         return EvaluationOutput(
-            loss=shares.loss(self.replicas.losses(told)),
+            loss=shares.loss(self.replicas.losses(gathered)),
             outputs=self._outputs(results, shares, call.outputs),
         )
 
@@ -140,7 +140,7 @@ class Stepping:
             return None
         parts = [as_plain(results.outputs[i]) for i in sorted(results.outputs)]
         with self.communicator.ending_on_failure():
-            return hand_out(
+            return send_outputs(
                 *(join_batches(parts) if parts else None, wanted, members),
                 *(self.parts.plan.schedule.placement[-1], self.communicator.peers),
                 self.config.timeout_s,
@@ -153,19 +153,19 @@ class Stepping:
         may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
         given = read_call(call, self.parts, may_rest, trouble, compares)
         report, what = list(astuple(given.report)), f"the begin of {call.what}"
-        told = self.communicator.exchange(report, what)
-        check_same_call(told, call.what)
+        gathered = self.communicator.exchange(report, what)
+        check_same_call(gathered, call.what)
         if given.raised is not None and not isinstance(given.raised, ConfigError):
             raise given.raised
-        reports = [InputReport(*one) for one in told]
+        reports = [InputReport(*one) for one in gathered]
         check_reports(reports, self._named, self.groups)
         if compares:
             warn_of_other_batch(reports, self.parts)
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
-        said = [(one.samples, one.targets) for one in reports]
+        shapes = [(one.samples, one.targets) for one in reports]
         reduction, counts = self.config.loss_reduction, self.replicas.counts
-        return given, read_shares(said, self.groups, counts, reduction, is_step)
+        return given, read_shares(shapes, self.groups, counts, reduction, is_step)
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any

@@ -57,7 +57,7 @@ class KeptCoordinator:
     Attributes:
         address: address of ``listener``.
         status: status of the run, as last received.
-        told_to_end: ranks aborted for a reason other than their own failure.
+        aborted_by_others: ranks aborted for a reason other than their own failure.
         on_lost: called with a lost rank that the run survives, before the others are
             notified: its process must be ended.
         on_end: called with the kind of `Abort` that ends the run.
@@ -80,7 +80,7 @@ class KeptCoordinator:
         host, port, *_ = listener.getsockname()
         self.address: tuple[str, int] = (str(host), int(port))
         self.status = Status(members=frozenset(range(world_size)))
-        self.told_to_end: set[int] = set()
+        self.aborted_by_others: set[int] = set()
         self.on_lost: Callable[[int], Awaitable[None]]
         self._fencing: asyncio.Future[None] | None = None  # kept until it is done
         self.on_end: Callable[[str], None] = lambda kind: None
@@ -165,7 +165,7 @@ class KeptCoordinator:
             await asyncio.sleep(LOOK_S)
             waits = self._commands.taken < given
 
-    def is_outlived(self, rank: int) -> bool:
+    def has_dropped(self, rank: int) -> bool:
         """True if the run continues without a rank, which died or never joined."""
         return rank not in self.status.members
 
@@ -255,6 +255,6 @@ class KeptCoordinator:
 
     def _take_status(self, status: Status) -> None:
         before, self.status = self.status, status
-        self.told_to_end |= status.told_to_end
+        self.aborted_by_others |= status.aborted_by_others
         if status.end_kind and status.end_kind != before.end_kind:
             self.on_end(status.end_kind)

@@ -60,7 +60,7 @@ class Status:
     Attributes:
         connected: ranks that instructions reach.
         heeding: ranks that end cleanly by themselves after a signal.
-        told_to_end: ranks aborted for a reason other than their own failure.
+        aborted_by_others: ranks aborted for a reason other than their own failure.
         silent: ranks that were killed because they were silent.
         members: ranks that are in the run, or have left it in order.
         devices: device name of each rank that has joined.
@@ -72,7 +72,7 @@ class Status:
 
     connected: frozenset[int] = frozenset()
     heeding: frozenset[int] = frozenset()
-    told_to_end: frozenset[int] = frozenset()
+    aborted_by_others: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
     members: frozenset[int] = frozenset()
     devices: tuple[tuple[int, str], ...] = ()

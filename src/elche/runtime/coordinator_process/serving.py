@@ -78,7 +78,7 @@ class CoordinatorChild:
             record.replay(pickle.loads(piece))
         server = CoordinatorServer(begin.world_size, begin.key, record=record)
         server.on_entries = self._write
-        server.on_change = self._say_status
+        server.on_change = self._send_status
         server.on_lost = self._have_fenced
         if begin.shows:
             server.on_message = lambda message: link.send(Seen(message))
@@ -89,7 +89,7 @@ class CoordinatorChild:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._receive)
         self._server.fence_lost()
-        self._say_status()
+        self._send_status()
         await self._server.start(listener)
         self._serves = True
         self._handle_pending()
@@ -131,7 +131,7 @@ class CoordinatorChild:
         """Journals entries before the instructions that follow from them are sent."""
         record = self._server.record
         if not all(isinstance(entry.what, _FREQUENT) for entry in entries):
-            self._say_status()
+            self._send_status()
         is_of_ranks = any(entry.source not in (None, LAUNCHER) for entry in entries)
         piece = pickle.dumps(entries, pickle.HIGHEST_PROTOCOL)
         self._link.send(Journal(piece, record.commands, is_of_ranks))
@@ -140,13 +140,13 @@ class CoordinatorChild:
             self._entries = 0
             self._link.send(Copy(pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
 
-    def _say_status(self) -> None:
+    def _send_status(self) -> None:
         server, record = self._server, self._server.record
         core, connected = record.core, frozenset(server.connections)
         status = Status(
             connected=connected,
             heeding=frozenset(r for r in connected if record.store.get(heeds_key(r))),
-            told_to_end=frozenset(server.told_to_end),
+            aborted_by_others=frozenset(server.aborted_by_others),
             silent=frozenset(core.silent),
             members=frozenset(core.members),
             devices=tuple(sorted(core.devices.items())),

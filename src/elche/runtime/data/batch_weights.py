@@ -46,8 +46,8 @@ class BatchWeights:
             ConfigError: the weight is invalid, or the user's function failed.
         """
         try:
-            said = self._weight_of(data)
-            weight = _number(said)
+            value = self._weight_of(data)
+            weight = _number(value)
         except Exception as error:
             raise ConfigError(
                 f"rank {self._rank}: weight_of failed for {where}, which is "
@@ -56,7 +56,7 @@ class BatchWeights:
             ) from error
         if weight is None or not (weight == 0.0 or LEAST <= weight <= MOST):
             raise ConfigError(
-                f"rank {self._rank}: weight_of gave {_shown(said)} for {where}; "
+                f"rank {self._rank}: weight_of gave {_shown(value)} for {where}; "
                 f"expected one number, 0 or from {LEAST:g} to {MOST:g}"
             )
         return weight
@@ -86,22 +86,22 @@ def check_weight_of(weight_of: object) -> None:
         ) from None
 
 
-def _number(said: Any) -> float | None:
+def _number(value: Any) -> float | None:
     """Value of one number of Python, torch or numpy."""
-    if isinstance(said, torch.Tensor):
-        is_real = said.numel() == 1 and not said.is_complex()
-        return float(said.detach()) if is_real else None
-    if getattr(said, "size", None) == 1 and hasattr(said, "dtype"):
-        said = said.item()  # of numpy
-    return float(said) if isinstance(said, numbers.Real) else None
+    if isinstance(value, torch.Tensor):
+        is_real = value.numel() == 1 and not value.is_complex()
+        return float(value.detach()) if is_real else None
+    if getattr(value, "size", None) == 1 and hasattr(value, "dtype"):
+        value = value.item()  # of numpy
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
-def _shown(said: Any) -> str:
-    shape = getattr(said, "shape", None)
-    if shape and getattr(said, "size", 1) != 1:
-        kind = "a tensor" if isinstance(said, torch.Tensor) else "an array"
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape and getattr(value, "size", 1) != 1:
+        kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
         return f"{kind} of shape {list(shape)}"
-    return repr(said)
+    return repr(value)
 
 
 def _described(data: Any) -> str:

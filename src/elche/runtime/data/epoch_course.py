@@ -156,7 +156,7 @@ class EpochCourse:
         if set(state) != STATE_KEYS:
             raise ConfigError(
                 f"expected an epoch with entries {sorted(STATE_KEYS)}, got "
-                f"{sorted(state)}: the checkpoint is of another version of elche"
+                f"{sorted(state)}: another version of elche wrote the checkpoint"
             )
         sizes = BatchSizes(tuple((int(a), int(b)) for a, b in state["sizes"]))
         left = PartRanges(tuple((int(a), int(b)) for a, b in state["left"]))

@@ -103,7 +103,7 @@ class OwnIteration:
     def _refuse(self, fault: str) -> None:
         raise ConfigError(
             f"the iteration of {type(self._loader).__name__} {fault}; elche needs one "
-            "batch yielded for each drawn: change that, or give elche.setup a plain "
+            "yielded batch per drawn batch: change that, or give elche.setup a plain "
             "DataLoader (num_workers= loads ahead) and wrap the loader that it returns"
         )
 

@@ -152,8 +152,8 @@ def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -
     if len(first) == 2 * length + SPARE:
         torch.set_rng_state(state)
         _ENDLESS.add(loader)
-        said = "elche: the loader's sampler is endless: an epoch is len() = %d batches"
-        logger.warning(said, length)
+        text = "elche: the loader's sampler is endless: an epoch is len() = %d batches"
+        logger.warning(text, length)
         del first[length:]
     return first[:most]
 
@@ -185,10 +185,10 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
     drawn, last = positions.sizes.num_samples, int(keys.max())
     if samples != drawn or last >= length:
         raise MismatchError(
-            f"the data set has {length} samples on this rank, which makes "
-            f"{samples} in an epoch, but epoch {positions.epoch} was drawn on rank 0 "
-            f"with {drawn}, up to number {last}; change the length of a data set "
-            "between epochs, and on every rank alike"
+            f"the data set has {length} samples on this rank, an epoch of {samples}, "
+            f"but rank 0 drew epoch {positions.epoch} with {drawn}, up to index "
+            f"{last}; change the length of a data set between epochs, and on every "
+            "rank alike"
         )
 
 
@@ -233,6 +233,6 @@ def packed_keys(keys: list[Any]) -> tuple[torch.Tensor, int]:
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"the sampler yields keys like {keys[0]!r}; expected ints, strings, or "
-            "tuples of them, which other ranks can be told without pickle"
+            "tuples of them, which are sent to other ranks without pickle"
         ) from error
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1

@@ -132,7 +132,7 @@ class DevicePrefetcher(Generic[Tag]):
         if not self._held:
             self._ahead_pays = False
             return None
-        return self._hand_out(self._copies, self._held.popleft())
+        return self._yield_batch(self._copies, self._held.popleft())
 
     def discard(self) -> None:
         """Drops held batches, when leases were returned or the epoch ended."""
@@ -175,8 +175,8 @@ class DevicePrefetcher(Generic[Tag]):
         except torch.OutOfMemoryError:
             self._most_depth = self.depth = self.depth // 2
             logger.warning(
-                "no device memory left for a batch ahead of its use: %d will be held "
-                "ahead from now on",
+                "no device memory left to prefetch a batch: from now on %d are "
+                "prefetched",
                 self.depth,
             )
             return
@@ -185,7 +185,7 @@ class DevicePrefetcher(Generic[Tag]):
         self.transfer_s += taken_s
         self._pin_trial.observe(pin, taken_s, copied_bytes)
 
-    def _hand_out(self, copies: CopyStream, held: _Held[Tag]) -> tuple[Tag, Any]:
+    def _yield_batch(self, copies: CopyStream, held: _Held[Tag]) -> tuple[Tag, Any]:
         self._batches += 1
         if held.copy is None:
             began_s = time.perf_counter()

@@ -41,7 +41,7 @@ class SampleOrder:
     Args:
         loader: the user's DataLoader, the same on all ranks.
         generators: generators that it draws from, beside torch's own.
-        hands_on: send generator states to the other ranks.
+        sends_state: send generator states to the other ranks.
 
     Attributes:
         keys: keys of the epoch's positions; None if this rank lacks them.
@@ -52,11 +52,11 @@ class SampleOrder:
         loader: DataLoader[Any],
         generators: Sequence[torch.Generator],
         *,
-        hands_on: bool,
+        sends_state: bool,
     ) -> None:
         self._loader = loader
         self._generators = list(dict.fromkeys(generators))
-        self._hands_on = hands_on
+        self._sends_state = sends_state
         self._epoch = -1
         self._most: int | None = None
         self._received: list[bytes] | None = None
@@ -93,7 +93,7 @@ class SampleOrder:
             source: a rank's place that has it; None: it was lost with its rank.
         """
         if source is None and group.rank == 0:
-            self.take_over()
+            self.restore_received()
             self.draw()
         self.share(group, source or 0)
 
@@ -103,7 +103,7 @@ class SampleOrder:
 
     def _share_generators(self, group: Group, source: int) -> list[bytes] | None:
         """Sends the generator states of ``source``; None without failover."""
-        if not self._hands_on:
+        if not self._sends_state:
             return None
         states = torch.get_rng_state(), *(g.get_state() for g in self._generators)
         own = self._received or [state.numpy().tobytes() for state in states]
@@ -112,7 +112,7 @@ class SampleOrder:
         is_first = group.rank == source and self._received is None
         return None if is_first else received
 
-    def take_over(self) -> None:
+    def restore_received(self) -> None:
         """Restores generator states on a rank that has become the first."""
         received, self._received = self._received, None
         if received is None:

@@ -168,17 +168,17 @@ class StreamReader:
         """Refuses samples of a different stream; warns if it exceeds an epoch."""
         if stamp.fingerprint != self._agreed:
             raise MismatchError(
-                f"a process that loads read another stream {self.name} than the one "
-                "with which the epoch began: its first samples are others. Seed the "
-                "stream's own generators alike in every process, do not divide it in "
-                "worker_init_fn, and note that persistent workers keep the copy of "
-                "the data set that they began with"
+                "a DataLoader worker read different samples from the stream "
+                f"{self.name} than at the start of the epoch. Seed the stream's own "
+                "generators alike in every process, do not divide it in "
+                "worker_init_fn, and note that persistent workers keep their first "
+                "copy of the data set"
             )
         if stamp.has_more and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the stream %s yields more than the %d samples of an epoch; the rest "
-                "is left",
+                "is ignored",
                 self.name,
                 self.length,
             )
@@ -238,10 +238,10 @@ class StreamReader:
             self._forget()
             raise ConfigError(
                 f"the stream {self.name} ended after {ended_after} of the "
-                f"{self.length} samples that an epoch is to have (samples_per_epoch, "
-                "or its len()); say how many it yields. elche divides a stream "
-                "itself: one that divides itself among ranks or in worker_init_fn "
-                "must yield everything in every process"
+                f"{self.length} samples of an epoch (samples_per_epoch, or its "
+                "len()); give the number that it yields. elche divides a stream "
+                "itself: it must yield every sample in every process, undivided by "
+                "rank or worker_init_fn"
             ) from None
         self._pulled += 1
         return item

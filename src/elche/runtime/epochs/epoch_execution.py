@@ -171,8 +171,8 @@ class EpochExecution:
             return
         if source not in group.ranks:
             raise CommunicationError(
-                f"rank {source}, which trained alone, has died before the others had "
-                "its optimizer's state: start the run anew from its last checkpoint"
+                f"rank {source}, which trained alone, died before the others had its "
+                "optimizer's state: restart the run from its last checkpoint"
             )
         place = list(group.ranks).index(source)
         broadcast_from(group, model, self._observer.optimizers(), place)
@@ -203,7 +203,7 @@ class EpochExecution:
                 for batch in batches:
                     exit_watch.code = None  # the loop continues, so it was not left
                     observer.graphs.thread = threading.get_ident()
-                    observer.begin_batch(batch, run.samples_in_hand)
+                    observer.begin_batch(batch, run.current_samples)
                     try:
                         yield batch
                     except GeneratorExit:
@@ -222,9 +222,9 @@ class EpochExecution:
             raise named from None
         except Exception as error:
             self._pending_error = CommunicationError(
-                f"epoch {self._opening.epoch} was broken off on rank "
-                f"{self._worker.rank} by {error!r}, which the loop caught; other ranks "
-                "wait for what this one was given, so the run cannot go on"
+                f"epoch {self._opening.epoch} was interrupted on rank "
+                f"{self._worker.rank} by {error!r}, which the loop caught; other "
+                "ranks wait for this rank's batches, so the run cannot continue"
             )
             raise
 
@@ -237,7 +237,7 @@ class EpochExecution:
         self._batches.finish(is_over=not is_cut)
         self.under_way = None
         self._observer.copies.is_in_steps = False
-        self.last_samples = run.samples_in_hand
+        self.last_samples = run.current_samples
         self._observer.guard.is_inside = False
         return run
 
@@ -254,8 +254,8 @@ class EpochExecution:
     def _end_by_exit(self) -> None:
         """Ends the run on all ranks if the loop was left by ``sys.exit``: no break."""
         if (code := exit_watch.code) is not None:
-            rank, said = self._worker.rank, f"sys.exit({code}) inside the loop"
-            ended = Failed(rank=rank, error=said, traceback="", exit_code=code)
+            rank, cause = self._worker.rank, f"sys.exit({code}) inside the loop"
+            ended = Failed(rank=rank, error=cause, traceback="", exit_code=code)
             self._worker.close(ended)
 
     def _made(self, part: EpochPart) -> SyncEpoch | WindowEpoch:

@@ -53,13 +53,13 @@ class EpochOpening:
         self.order = SampleOrder(
             training.loader,
             [*generators_of(training.loader).values()],
-            hands_on=worker.survives,
+            sends_state=worker.survives,
         )
         self.regrouping = Regrouping(
             worker,
             synchroniser,
             self.order,
-            training.pauses.hand_over,
+            training.pauses.send_state,
             notifications,
             min_ranks=config.min_ranks,
         )
@@ -133,7 +133,7 @@ class EpochOpening:
                 worker.group.all_reduce(torch.zeros(1, device="cpu"), BUILT)
                 has_met = True
             except RankLostError:
-                worker.hear_of()
+                worker.note_regroup()
         self._builds = ""
 
     def share(self, sizes: BatchSizes) -> Any:
@@ -155,7 +155,7 @@ class EpochOpening:
         if len(order.keys) != sizes.num_samples:
             raise MismatchError(
                 f"epoch {self.epoch} was drawn with {sizes.num_samples} samples by a "
-                f"rank that has died, and anew with {len(order.keys)}: give all ranks "
+                f"rank that died, and redrawn with {len(order.keys)}: give all ranks "
                 "the same data set"
             )
         return order.keys
@@ -165,19 +165,19 @@ class EpochOpening:
         worker = self._worker
         worker.send(JoinReady(rank=worker.rank))
         while not worker.is_due:
-            worker.receive(self._take_word, "the others to take this rank in")
+            worker.receive(self._on_instruction, "the other ranks to admit this rank")
         self.regroup()
 
-    def _take_word(self, instruction: Instruction) -> None:
+    def _on_instruction(self, instruction: Instruction) -> None:
         if isinstance(instruction, Regroup):
-            self._worker.hear_of(instruction)
+            self._worker.note_regroup(instruction)
 
     def regroup(self, *, wants_keys: bool = False) -> None:
         """Forms the next group outside windows; ranks that await an epoch report it."""
         worker, regrouping = self._worker, self.regrouping
         has_formed = in_steps = False
         while not has_formed:
-            worker.hear_of()
+            worker.note_regroup()
             with contextlib.suppress(RankLostError):
                 group = regrouping.meet(wants_keys=wants_keys)
                 # New ranks learn the policy there; reducers may be half built.
@@ -194,7 +194,7 @@ class EpochOpening:
         if self._opened is not None:
             self._send()
         if in_steps and (wants_keys or self._builds):  # others may be in its steps
-            self.steps.say_regrouped(self.epoch)
+            self.steps.report_regrouped(self.epoch)
             return
         rank, generation = worker.rank, worker.groups.generation
         worker.send(Regrouped(rank=rank, generation=generation, epoch=self.epoch))

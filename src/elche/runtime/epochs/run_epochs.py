@@ -164,7 +164,7 @@ class RunEpochs:
         self._observer.schedulers.load_state_dict(state["schedules"])
         self._observer.copies.load_state_dict(state["copies"])
 
-    def hand_over(self) -> dict[str, Any]:
+    def joining_state(self) -> dict[str, Any]:
         """State for ranks that join, beside a checkpoint's contents.
 
         Raises:
@@ -175,23 +175,23 @@ class RunEpochs:
             is_late = self.has_open_batches  # their next pass is of a step before
             why = EARLY if is_late else self._observer.barred()
             if why:
-                raise ConfigError(f"none can join steps under policy {policy!r}: {why}")
+                raise ConfigError(f"no rank can join under policy {policy!r}: {why}")
         return {
             "counted": self.samples_before,
             "trained": self._synchroniser.digest(),
             "policy": self._synchroniser.policy,
         }
 
-    def take_over(self, state: dict[str, Any], info: Mapping[str, Any]) -> None:
-        """Adopts another rank's position, from its `hand_over`.
+    def adopt_state(self, state: dict[str, Any], info: Mapping[str, Any]) -> None:
+        """Adopts another rank's position, from its `joining_state`.
 
         Raises:
             MismatchError: this rank trains other parameters.
         """
         if info["trained"] != self._synchroniser.digest():
             raise MismatchError(
-                "a rank that joins would train other parameters than the others, "
-                "which have frozen, unfrozen or added some since their start"
+                "a joining rank would train other parameters than the run, whose "
+                "ranks froze, unfroze or added some since the start"
             )
         self._synchroniser.build_alone(info["policy"])
         self.load_state_dict(state, info["counted"])
@@ -222,7 +222,7 @@ class RunEpochs:
             raise CommunicationError("this run has ended; call elche.setup again")
         if self._worker.is_new:
             raise ConfigError(
-                "a rank joins a run where that stands in its epochs: write `for epoch "
+                "a joining rank starts at the run's current epoch: write `for epoch "
                 "in elche.epochs(number):` around the loop over the loader"
             )
         self.end_iteration()
@@ -309,7 +309,7 @@ class RunEpochs:
         was_left = end is not None and end.is_early and not end.left
         if end is None or was_left or worker.is_closed or len(worker.members) == 1:
             return
-        worker.regroup_if_told()
+        worker.regroup_if_due()
         name, checks = f"the end of epoch {end.epoch}", self.execution.sums.whole()
         worker.send(BarrierReached(rank=worker.rank, name=name, checks=checks))
         worker.expect(BarrierPassed, f"all ranks at {name}")
@@ -354,7 +354,7 @@ class RunEpochs:
 
     def _open_part(self, steps: int, *, is_new: bool = False) -> EpochPart:
         """Opens the epoch, or the rest of it, with all ranks."""
-        self._worker.regroup_if_told()
+        self._worker.regroup_if_due()
         course, opening = self._course, self.opening
         most = steps if steps >= 0 else None
         if is_new:
@@ -368,7 +368,7 @@ class RunEpochs:
             None if course is None else course.part_sizes,
         )
         self._is_cut = self._is_resumed = False
-        self._say_cut(begin)
+        self._log_batch_cut(begin)
         self.execution.prepare(begin, is_changed=changed, wants_keys=course is None)
         if course is None:
             sizes = BatchSizes(begin.sizes)
@@ -391,7 +391,7 @@ class RunEpochs:
             is_by_steps=most is not None,
         )
 
-    def _say_cut(self, begin: BeginEpoch) -> None:
+    def _log_batch_cut(self, begin: BeginEpoch) -> None:
         """Emits a changed size of local batches, on the first rank."""
         size = self._training.loader.batch_size
         if begin.policy == "sync" or size is None:
@@ -399,8 +399,8 @@ class RunEpochs:
         before, self._cut = self._cut, begin.cut
         if before not in ((), begin.cut) and not self._worker.place:
             samples = BatchCut(*begin.cut).largest_of(size)
-            said = f"elche: local batches of {samples} samples (batch_size {size})"
-            self._notifications.emit(said)
+            line = f"elche: local batches of {samples} samples (batch_size {size})"
+            self._notifications.emit(line)
 
     def _opened(self, steps: int, *, is_changed: bool) -> EpochOpened:
         """Message of this rank about the epoch that it opens."""

@@ -66,8 +66,8 @@ class WindowEpoch:
         self._policy = "async" if sync.is_overlapped else "cadence"
         self._reports = LeaseReports(worker.rank, positions.epoch)
         self._not_begun = 0
-        self._in_hand: tuple[int, int, float, float] | None = None
-        self._weight_in_hand = 0.0
+        self._current: tuple[int, int, float, float] | None = None
+        self._current_weight = 0.0
         self._trained: list[Range] = []
         self._weight: float | None = None
         self._transfer_s = 0.0
@@ -88,14 +88,14 @@ class WindowEpoch:
         return self._loop.progress_samples
 
     @property
-    def samples_in_hand(self) -> int:
+    def current_samples(self) -> int:
         """Samples of the current batch."""
-        return 0 if self._in_hand is None else self._in_hand[1]
+        return 0 if self._current is None else self._current[1]
 
     @property
-    def weight_in_hand(self) -> float:
+    def current_weight(self) -> float:
         """Weight of the current batch in means: its samples, or ``weight_of``."""
-        return 0.0 if self._in_hand is None else self._weight_in_hand
+        return 0.0 if self._current is None else self._current_weight
 
     def refill(self) -> None:
         """Handles received leases; called when the loader draws."""
@@ -138,13 +138,13 @@ class WindowEpoch:
             batch, data = got
             ready_s = time.monotonic()
             samples = self._positions.samples_of(batch)
-            self._in_hand = (batch, samples, began_s, ready_s)
+            self._current = (batch, samples, began_s, ready_s)
             self._not_begun -= 1
             self._transfer_s = self._leased.transfer_s
-            said = self._leased.weight
-            self._weight_in_hand = float(samples) if said is None else said
+            by_user = self._leased.weight
+            self._current_weight = float(samples) if by_user is None else by_user
             parts = self._positions.sizes.factor_of(batch)
-            self._sync.begin_batch(self._weight_in_hand, float(parts))
+            self._sync.begin_batch(self._current_weight, float(parts))
             self._graphs.begin(batch, data)
             if not self._sync.is_common_step:
                 self._hooks.schedulers.advance(self.progress_samples)
@@ -175,7 +175,7 @@ class WindowEpoch:
             self._act(action)
 
     def _act(self, action: Action) -> None:
-        told: Any = action.instruction  # of the type that the action needs
+        instruction: Any = action.instruction  # of the type that the action needs
         match action.do:
             case Do.WAIT:
                 self._wait(action)
@@ -183,13 +183,13 @@ class WindowEpoch:
                 self._close_window()
             case Do.BEGIN:
                 began_s = time.monotonic()
-                self._sync.begin(told)
+                self._sync.begin(instruction)
                 self._loop.begun()
                 self._held_s += time.monotonic() - began_s
             case Do.REDUCE | Do.FINISH:
-                self._reduce(told, is_begun=action.do is Do.FINISH)
+                self._reduce(instruction, is_begun=action.do is Do.FINISH)
             case Do.ADOPT:
-                self._adopt(told)
+                self._adopt(instruction)
             case _:
                 self._regroup()
 
@@ -198,18 +198,18 @@ class WindowEpoch:
         if action.timeout_s is None:
             self._worker.receive(self.handle, action.why)
         else:
-            self._worker.sleep_until_told(action.timeout_s)
+            self._worker.sleep_until_message(action.timeout_s)
         self._waited_s += time.monotonic() - began_s
 
     def _batch_done(self) -> None:
         """Records the current batch as trained, when the loop asks for the next."""
-        if self._in_hand is None:
+        if self._current is None:
             return
-        batch, samples, began_s, ready_s = self._in_hand
-        self._in_hand, self._has_trained = None, True
+        batch, samples, began_s, ready_s = self._current
+        self._current, self._has_trained = None, True
         self._hooks.copies.begin_batch(0)
         if self._leased.weight is not None:
-            self._weight = (self._weight or 0.0) + self._weight_in_hand
+            self._weight = (self._weight or 0.0) + self._current_weight
         append_range(self._trained, (batch, batch + 1))
         self._worker.pace_device()
         self._sync.batch_done()
@@ -325,22 +325,22 @@ class WindowEpoch:
         self._loop.reduced(time.monotonic())
         self._hooks.copies.committed(self._last.copies, self._sync.common)
 
-    def _adopt(self, told: Adopt) -> None:
+    def _adopt(self, instruction: Adopt) -> None:
         """Reports the result that all survivors hold since they formed the group.
 
         Without checksums, since some ranks may have trained since.
         """
-        if self._loop.reduced_window < told.window:
+        if self._loop.reduced_window < instruction.window:
             raise ProtocolError(
                 f"rank {self._worker.rank} holds window {self._loop.reduced_window}, "
-                f"got {told!r}"
+                f"got {instruction!r}"
             )
         self._loop.reduced(time.monotonic())
         self._worker.send(
             ModelUpdated(
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
-                window=told.window,
+                window=instruction.window,
                 parameter_norm=self._hooks.parameter_norm(),
             )
         )
@@ -360,7 +360,7 @@ class WindowEpoch:
             case EndEpoch():
                 self._leased.end()
             case Regroup():
-                self._worker.hear_of(instruction)
+                self._worker.note_regroup(instruction)
             case Reduce():
                 self._last = instruction
                 self._hooks.schedulers.agree(instruction.periods)
@@ -385,8 +385,8 @@ class WindowEpoch:
         epoch = self._positions.epoch
         logger.info(
             "rank %d left the loop of epoch %d early, after %d batches of window %d: "
-            "the epoch ends on all ranks, and %d batches leased to this one are given "
-            "back",
+            "the epoch ends on all ranks, and %d batches leased to this rank return "
+            "to the pool",
             self._worker.rank,
             epoch,
             self._loop.batches,

@@ -131,21 +131,21 @@ def _find_under_torchrun(
             )
         if placement.rank == 0:
             address, key = _start_beside(placement)
-            told = f"{format_address(*address)}/{key.hex()}"
+            entry = f"{format_address(*address)}/{key.hex()}"
             if len(hosts) == 1:
-                told = _hide(told)
-            store.set("coordinator", told)
+                entry = _hide(entry)
+            store.set("coordinator", entry)
         store.wait(["coordinator"], timedelta(seconds=timeout_s))
-        told = store.get("coordinator").decode()
+        entry = store.get("coordinator").decode()
         if len(hosts) == 1:
-            told = _read_hidden(told)
+            entry = _read_hidden(entry)
     except CommunicationError:  # the coordinator's own, which is a RuntimeError too
         raise
     except (RuntimeError, OSError) as error:
         raise CommunicationError(
             f"rank {placement.rank}: the rendezvous at {name} failed: {error}"
         ) from error
-    where, _, secret = told.partition("/")
+    where, _, secret = entry.partition("/")
     _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)
     return _found[name]
 
@@ -167,7 +167,7 @@ def _agree_on_prefix(base: dist.Store, placement: Placement, timeout_s: float) -
     deadline_s = time.monotonic() + timeout_s
     while not base.check(joined):
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not all ranks have come within {timeout_s:g} s")
+            raise TimeoutError(f"not all ranks connected within {timeout_s:g} s")
         for key in (f"elche/start/{other}" for other in others):
             if base.check([key]):
                 base.set(f"elche/name/{base.get(key).decode()}", own)
@@ -227,8 +227,8 @@ def _read_hidden(path: str) -> str:
     with open(path) as file:
         if not is_private(file.fileno()):
             raise CommunicationError(
-                f"{path} is not a file of this user alone; something else than rank 0 "
-                "has written to torchrun's store"
+                f"{path} is not a file of this user alone; a process other than rank "
+                "0 wrote to torchrun's store"
             )
         return file.read()
 

@@ -101,7 +101,7 @@ class CoordinatorServer:
         self.drops = DropLog()
         self.has_admitted = False
         self.sees_ends = True
-        self.told_to_end: set[int] = set()  # because of another rank, or of none
+        self.aborted_by_others: set[int] = set()  # because of another rank, or of none
 
     async def start(self, listener: socket.socket) -> tuple[str, int]:
         """Starts serving connections on a socket; returns its address."""
@@ -147,7 +147,7 @@ class CoordinatorServer:
             inputs: events; None requests an `Ack`.
         """
         now_s = asyncio.get_running_loop().time() + self._clock_s
-        told: dict[int, list[Instruction]] = defaultdict(list)
+        replies: dict[int, list[Instruction]] = defaultdict(list)
         entries = [Entry(source, what, now_s) for what in inputs if what is not None]
         for entry in entries:
             what = entry.what
@@ -156,14 +156,14 @@ class CoordinatorServer:
             for instruction in self.record.apply(entry):
                 if self.on_message:
                     self.on_message(instruction)
-                told[instruction.rank].append(instruction)
+                replies[instruction.rank].append(instruction)
             if isinstance(what, Failed) and what.rank not in self.core.members:
-                said = what.rank, what.error
-                logger.warning("rank %d did not join the run: %s", *said)
+                refused = what.rank, what.error
+                logger.warning("rank %d did not join the run: %s", *refused)
         if entries:
             self.on_entries(entries)
         self.fence_lost()
-        for rank, instructions in told.items():
+        for rank, instructions in replies.items():
             self._deliver(rank, instructions)
         for entry in entries:
             if isinstance(entry.what, StoreSet):
@@ -224,8 +224,8 @@ class CoordinatorServer:
         """Resumes a rank's stream at its current position."""
         stream = self.record.streams.get(rank)
         if stream is not None and stream.name == name:
-            stream.told.acknowledge(had)
-            lacks = map(to_wire, stream.told.rest())
+            stream.pending.acknowledge(had)
+            lacks = map(to_wire, stream.pending.rest())
             resumed = {"type": "Resumed", "taken": stream.taken}
             connection.send(resumed, *lacks)
         else:
@@ -265,7 +265,7 @@ class CoordinatorServer:
         connection.send(*map(to_wire, instructions))
         aborts = (i for i in instructions if isinstance(i, Abort))
         if any(abort.failed_rank != rank for abort in aborts):
-            self.told_to_end.add(rank)
+            self.aborted_by_others.add(rank)
             self.on_change()
 
     async def _tick(self) -> None:
@@ -307,8 +307,8 @@ class CoordinatorServer:
         """Logs the ranks that others have been waiting for too long."""
         since_s, late = self.core.waiting_since_s, self._liveness.late()
         if late and since_s is not None and now_s - since_s >= self._patience_s:
-            told = self.core.doing, self._patience_s, late
-            logger.warning("the run has been %s for %g s: %s", *told)
+            replies = self.core.doing, self._patience_s, late
+            logger.warning("the run has been %s for %g s: %s", *replies)
             self._patience_s *= 2
 
 
@@ -341,7 +341,7 @@ class RankConnection(asyncio.Protocol):
         """Passes complete messages to the server; invalid ones end the connection."""
         self._unknown_bytes += len(data) if self._rank is None else 0
         if self._unknown_bytes > HELLO_BYTES:
-            self.drop("expected a Hello, got a flood")
+            self.drop("expected a Hello, got more bytes than it has")
             return
         inputs: list[Input | None] = []
         source, error = self._source, None
@@ -405,7 +405,7 @@ class RankConnection(asyncio.Protocol):
             if type(received) is not int:
                 raise ProtocolError(f"expected Ack with a number, got {brief(message)}")
             if (stream := self._server.record.streams.get(self._rank)) is not None:
-                stream.told.acknowledge(received)
+                stream.pending.acknowledge(received)
         elif kind == "StoreGet":
             self._server.store_get(str(message.get("key")), self)
         elif kind == "Beat":
@@ -428,7 +428,7 @@ class RankConnection(asyncio.Protocol):
         else:
             event = from_wire(message, FROM_WORKERS)
             if event.rank != self._rank:
-                raise ProtocolError(f"rank {self._rank} speaks for rank {event.rank}")
+                raise ProtocolError(f"rank {self._rank} sends as rank {event.rank}")
             if isinstance(event, Left):
                 self._server.release(self._rank)
                 self._rank = None

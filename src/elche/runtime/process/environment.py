@@ -114,8 +114,8 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
         device = choice.default_device(int_of(environment, "LOCAL_RANK", rank))
     coordinator = None
     if "ELCHE_COORDINATOR" in environment:
-        told = environment["ELCHE_COORDINATOR"]
-        coordinator = parse_address(told, "ELCHE_COORDINATOR")
+        address = environment["ELCHE_COORDINATOR"]
+        coordinator = parse_address(address, "ELCHE_COORDINATOR")
     return Placement(
         rank=rank,
         world_size=world_size,

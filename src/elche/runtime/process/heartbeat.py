@@ -67,7 +67,7 @@ class Heartbeat:
             while not self._is_over.wait(BEAT_S):
                 self._beat(time.monotonic())
         if self._channel.is_unreachable and not self._is_over.wait(END_AFTER_S):
-            end_process("a rank ends, since it does not reach its coordinator")
+            end_process("a rank ends: it cannot reach its coordinator")
 
     def _beat(self, now_s: float) -> None:
         since_s = self._waits_since_s

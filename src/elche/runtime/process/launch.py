@@ -51,7 +51,7 @@ class LaunchedRun:
         if config.display is not None:
             server.on_message = config.display.see
         self.processes = RankProcesses(server, self._backend.fence)
-        self.processes.on_outlived = self._replace
+        self.processes.on_dropped = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
         may_grow, pipe = bool(config.rejoin), self._backend.pipe
         self._facts = LaunchFacts(pipe=pipe, may_grow=may_grow, resumes=True)

@@ -95,7 +95,7 @@ class RankGroups:
         self._note_transport(transport)
         self._current = group = self._formed(welcome.generation)
         self.has_ended = False
-        self.let_share(agree_to_share(group, self.can_share))
+        self.set_sharing(agree_to_share(group, self.can_share))
         if group.world_size == 1:
             return
         on_cpu = any(name.startswith("CPU") for name in welcome.devices)
@@ -124,7 +124,7 @@ class RankGroups:
         device = self._placement.device
         group.devices = open_device_group(group, device, self._device_config)
 
-    def hear_of(self, regroup: Regroup) -> None:
+    def note_regroup(self, regroup: Regroup) -> None:
         """Updates the members by a `Regroup`; :meth:`renew` forms their group."""
         self.generation = regroup.generation
         stay = () if self._rank in regroup.joined else self.members
@@ -142,7 +142,7 @@ class RankGroups:
         self._current = self._formed(self.generation)
         end_left_groups(0.0)
 
-    def let_share(self, shares: bool) -> None:
+    def set_sharing(self, shares: bool) -> None:
         """Sets whether members share memory with those of their host.
 
         Args:
@@ -168,23 +168,23 @@ class RankGroups:
         self._side.append(group)
         return group
 
-    def without(self, left_out: Sequence[int], number: int) -> Group | None:
+    def without(self, excluded: Sequence[int], number: int) -> Group | None:
         """Forms the group of all but some ranks; None if this rank is excluded.
 
         The last such group is reused while its ranks stay the same.
 
         Args:
-            left_out: excluded ranks of the run.
+            excluded: excluded ranks of the run.
             number: number of such groups of the run so far.
         """
-        if not left_out:
+        if not excluded:
             return self.current
-        ranks = [rank for rank in self.members if rank not in left_out]
+        ranks = [rank for rank in self.members if rank not in excluded]
         if self._others is not None and self._others.ranks != ranks:
             self._others.close()  # all its ranks do so, excluded ones too
             self._others = None
             end_left_groups(0.0)  # of its hosts' leaders
-        if self._rank in left_out:
+        if self._rank in excluded:
             return None
         if self._others is not None:
             return self._others

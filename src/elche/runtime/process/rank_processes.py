@@ -64,7 +64,7 @@ class RankProcesses:
         ended: ranks in the order in which their processes ended.
         terminated: ranks that the launcher had to terminate.
         failed_s: time of the first failure (s), by the monotonic clock.
-        on_outlived: starts a replacement of a dead rank, if allowed.
+        on_dropped: starts a replacement of a dead rank, if allowed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RankProcesses:
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
         self.failed_s: float | None = None
-        self.on_outlived: Callable[[int], Awaitable[None]] | None = None
+        self.on_dropped: Callable[[int], Awaitable[None]] | None = None
 
     def add(self, rank: int, process: RankProcess) -> None:
         """Adds the process of a rank, and watches it."""
@@ -110,7 +110,7 @@ class RankProcesses:
             self._kill()
             return
         self.signal, status = number, self._server.status
-        self.interruption = f"interrupted: the launcher was sent {number.name}"
+        self.interruption = f"interrupted: the launcher received {number.name}"
         sent = number if number in SIGNALS else signal.SIGTERM
         ranks = self._processes if sent == signal.SIGTERM else ()
         handling = [rank for rank in ranks if _handles(self._processes[rank], sent)]
@@ -170,12 +170,12 @@ class RankProcesses:
                 code = self._processes[rank].returncode or 0
                 self.ended.append(rank)
                 await self._server.rank_ended(rank, code)
-                is_outlived = self._server.is_outlived(rank)
-                if code and not is_outlived:
+                has_dropped = self._server.has_dropped(rank)
+                if code and not has_dropped:
                     self._note_failure()
                     patience_s = GRACE_S
-                if is_outlived and self.on_outlived and math.isinf(deadline_s):
-                    await self.on_outlived(rank)
+                if has_dropped and self.on_dropped and math.isinf(deadline_s):
+                    await self.on_dropped(rank)
             if self._run_is_over:
                 patience_s = min(patience_s, GRACE_S)
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
@@ -185,7 +185,7 @@ class RankProcesses:
     def _run_is_over(self) -> bool:
         """True if all running processes are outside the run, or not in it yet."""
         running = self._processes.keys() - set(self.ended)
-        return all(map(self._server.is_outlived, running))
+        return all(map(self._server.has_dropped, running))
 
     def _note_failure(self) -> None:
         if self.failed_s is None:
@@ -210,9 +210,9 @@ class RankProcesses:
         """
         codes = self.exit_codes()
         ended = *self.ended, *self.terminated
-        failed = [r for r in ended if codes[r] and not self._server.is_outlived(r)]
-        spared = self._server.told_to_end.union(self.terminated)
-        own = [rank for rank in failed if rank not in spared]
+        failed = [r for r in ended if codes[r] and not self._server.has_dropped(r)]
+        excused = self._server.aborted_by_others.union(self.terminated)
+        own = [rank for rank in failed if rank not in excused]
         return next(iter(own or failed), None)
 
     async def _terminate(self) -> None:

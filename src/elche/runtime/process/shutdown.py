@@ -31,7 +31,7 @@ def counted_hint(error: BaseException, policy: str) -> str:
     if not ends or policy == "sync":
         return ""
     return (
-        f"policy {policy!r} hands every rank its part of an epoch, not len(loader) "
+        f"under policy {policy!r} a rank trains its part of an epoch, not len(loader) "
         "batches; write `for batch in loader:`, or `for batch in loader.steps(n):` to "
         "count steps of the run"
     )

@@ -101,7 +101,7 @@ class SignalStops:
             signal.raise_signal(number)
         elif not self._request.reason:
             self._request.stop(name)
-            line = f"elche: {name}: training stops; once more ends it at once\n"
+            line = f"elche: {name}: training stops; a second signal ends it at once\n"
             os.write(2, line.encode())  # sys.stderr may be in use just now
         elif self._abort is not None:
             self._abort()

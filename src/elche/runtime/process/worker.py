@@ -130,7 +130,7 @@ class Worker:
         """Starts the heartbeat thread."""
         self._heartbeat = Heartbeat(self._channel)
 
-    def hear_of(self, *regroups: Regroup) -> None:
+    def note_regroup(self, *regroups: Regroup) -> None:
         """Records deaths and joins, for the next group.
 
         Args:
@@ -140,7 +140,7 @@ class Worker:
             self.is_due = True
             if not each.in_order:
                 self.dead.update(each.left)
-            self.groups.hear_of(each)
+            self.groups.note_regroup(each)
 
     def regroup(self) -> None:
         """Forms the members' group, and abandons the last one.
@@ -198,7 +198,7 @@ class Worker:
             self._heartbeat.seen()
         return instruction
 
-    def regroup_if_told(self) -> None:
+    def regroup_if_due(self) -> None:
         """Forms the survivors' group between epochs, before a collective of all ranks.
 
         Does nothing unless ranks have died or are to join.
@@ -207,7 +207,7 @@ class Worker:
             while self.is_due or self._left():
                 self.on_regroup()
 
-    def sleep_until_told(self, timeout_s: float) -> None:
+    def sleep_until_message(self, timeout_s: float) -> None:
         """Sleeps until an instruction comes, at most ``timeout_s``."""
         self._channel.wait_readable(timeout_s)
 
@@ -220,7 +220,7 @@ class Worker:
         while True:
             instruction = self._receive(self.timeout_s, waiting_for)
             if isinstance(instruction, Regroup) and self.on_regroup is not None:
-                self.hear_of(instruction)
+                self.note_regroup(instruction)
                 self.on_regroup()
                 continue
             stale = isinstance(instruction, GrantBatches)
@@ -306,11 +306,11 @@ class Worker:
                 return _lost_error(self.rank, left)
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted
-        said = text if self._aborted is None else f"{self._aborted}; {text}"
+        message = text if self._aborted is None else f"{self._aborted}; {text}"
         missing = missing or self._missing(ranks)
         if not missing:
             return self._aborted or CommunicationError(text)
-        return late_error(said, missing)
+        return late_error(message, missing)
 
     def _left(self) -> list[int]:
         """Ranks that have left the run, by queued `Regroup` instructions."""
@@ -332,9 +332,9 @@ class Worker:
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
     ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
     return RankLostError(
-        f"rank {own}: {ranks} died where the others cannot take it up again (in "
-        "elche.all_gather inside an epoch, or while copies of the model are averaged); "
-        "start the run anew from its last checkpoint (--max-restarts)"
+        f"rank {own}: {ranks} died where the others cannot recover (in "
+        "elche.all_gather inside an epoch, or while copies of the model are "
+        "averaged); restart the run from its last checkpoint (--max-restarts)"
     )
 
 

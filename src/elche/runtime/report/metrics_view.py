@@ -45,7 +45,7 @@ class MetricsView:
     def log(self, name: str, value: float | torch.Tensor) -> None:
         """Adds a value with the weight of the current batch."""
         if self._source is not None:
-            weight = self._source.weight_in_hand * self.part
+            weight = self._source.current_weight * self.part
             self._source.notifications.scalars.log(name, value, weight)
 
     def run_part(self, part: float) -> None:
@@ -53,14 +53,14 @@ class MetricsView:
         self.part = part
 
     @property
-    def samples_in_hand(self) -> int:
+    def current_samples(self) -> int:
         """Samples of the current batch that count for this rank, 0 outside the loop."""
-        return 0 if self._source is None else self._source.samples_in_hand
+        return 0 if self._source is None else self._source.current_samples
 
     @property
-    def weight_in_hand(self) -> float:
+    def current_weight(self) -> float:
         """Weight of the current batch in means: its samples, or ``weight_of``."""
-        return 0.0 if self._source is None else self._source.weight_in_hand
+        return 0.0 if self._source is None else self._source.current_weight
 
     def windows(self) -> list[WindowMetrics]:
         """Windows that have ended since the last call; for any thread."""

@@ -109,8 +109,8 @@ class RunNotifications:
         left, enough = bound
         advice = f"; from batch {enough} on they cost under 2 %" if enough else ""
         return (
-            f"elche: whole samples bound this batch of {batch_size} at {left:.2f} of "
-            f"the devices' speed{advice}"
+            f"elche: shares of whole samples limit a batch of {batch_size} to "
+            f"{left:.2f} of the devices' speed{advice}"
         )
 
     def add(self, metrics: EpochMetrics | WindowMetrics) -> None:

@@ -135,7 +135,7 @@ class ScalarLog:
         if math.isfinite(product):
             mean.add(product, weight)
         else:
-            mean.leave_out(1)
+            mean.exclude(1)
 
     def _keep(self, name: str, value: torch.Tensor, weight: float) -> None:
         """Copies a value on its device: one kernel, enqueued."""
@@ -169,8 +169,8 @@ def _entries(
     weighted_sum, weight = mean.parts
     if weight and mean.value is not None:
         yield name, weighted_sum, weight
-    if mean.left_out:
-        yield name, math.inf, float(mean.left_out)
+    if mean.excluded:
+        yield name, math.inf, float(mean.excluded)
 
 
 def _real(name: str, value: object) -> float:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.checkpoint.files import packed_tensors, unpacked_tensors
-from elche.checkpoint.handed_over import send
+from elche.checkpoint.state_transfer import send
 from elche.checkpoint.state_tree import decode, encode
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.process_group import Group
@@ -188,17 +188,17 @@ def _sent(group: Group, value: Any, source: int) -> Any:
     """
     messages = _packed(value) if group.rank == source else None
     text, raw = send(group, source, messages, keeps=True)
-    said = json.loads(text)
-    if "error" in said:
+    content = json.loads(text)
+    if "error" in content:
         raise ConfigError(
-            "expected numbers, texts and tensors as an optimizer's state on the rank "
-            f"that trained: {said['error']}; keep all ranks in every step with "
+            "expected an optimizer state of numbers, texts and tensors on the rank "
+            f"that trained: {content['error']}; keep all ranks in every step with "
             "leave_out=False"
         )
     if group.rank == source:
         return value
     tensors = unpacked_tensors(raw)
-    return decode(said["state"], lambda name, _: tensors[name])
+    return decode(content["state"], lambda name, _: tensors[name])
 
 
 def _packed(value: Any) -> list[bytearray]:

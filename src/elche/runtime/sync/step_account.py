@@ -158,7 +158,7 @@ class StepAccount(StepReports):
             return has_sent
         hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
-        tells_norm = is_last and self._worker.place == 0
+        sends_norm = is_last and self._worker.place == 0
         self._watch.report(final=is_last)
         checks, self.reported = hooks.sums.take(self.reported), number + 1
         self.is_early |= is_live
@@ -166,7 +166,7 @@ class StepAccount(StepReports):
             backward_passes=passes[0],
             pass_steps=passes[1],
             max_samples=self._worker.max_samples,
-            parameter_norm=hooks.parameter_norm() if tells_norm else 0.0,
+            parameter_norm=hooks.parameter_norm() if sends_norm else 0.0,
             scalars=hooks.scalars(is_last),
             unknown=EARLY if is_live else hooks.steps.unknown(),
             checks=checks,
@@ -180,16 +180,16 @@ class StepAccount(StepReports):
             self._worker.send(event)
         return event is not None
 
-    def leave(self, in_hand: Step | None, reducer: GradientReducer, apart: str) -> None:
+    def leave(self, current: Step | None, reducer: GradientReducer, apart: str) -> None:
         """Sends `EpochLeft`: the loop has left in a step, or before the first.
 
         ``apart``: why this rank cannot take part in later passes, or "".
         """
-        cost = None if in_hand is None else self._cost(in_hand, reducer.wait_s)
+        cost = None if current is None else self._cost(current, reducer.wait_s)
         self._watch.report(final=True)
         checks, stepped = self._hooks.left_with()
         left = self.left(
-            0 if in_hand is None else in_hand.step + 1,
+            0 if current is None else current.step + 1,
             cost,
             self._hooks.scalars(True),
             passes=reducer.backward_passes,

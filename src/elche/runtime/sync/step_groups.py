@@ -64,7 +64,7 @@ class StepGroups:
         self._observer = observer
         self._regrouping = regrouping
         self._notifications = notifications
-        self._left_out: tuple[int, ...] = ()
+        self._excluded: tuple[int, ...] = ()
         self._changes = 0  # in this generation; the same on all
         self._is_new = worker.is_new  # or others are, until all reduce with them
         self._members = list(worker.members)
@@ -92,22 +92,22 @@ class StepGroups:
         if self.is_apart and not rebuilds:
             self._synchroniser.share_with(self._worker.group)
         if self.is_apart or rebuilds:
-            self._left_out, self.is_apart = (), False
+            self._excluded, self.is_apart = (), False
 
-    def begin_anew(self, group: Group) -> None:
+    def rebuild_with_all(self, group: Group) -> None:
         """Rebuilds the reducer with all ranks of a group that ranks have joined."""
-        self._left_out, self._changes = (), 0
+        self._excluded, self._changes = (), 0
         self._synchroniser.group = group
         self._synchroniser.build()
 
-    def leave_out(self, told: LeaveOut) -> GradientReducer:
+    def exclude(self, instruction: LeaveOut) -> GradientReducer:
         """Applies a new exclusion of ranks; returns the reducer to be used."""
-        if told.reason and self._worker.place == 0:
-            self._notifications.emit(f"elche: {told.reason}")
-        if told.left_out != self._left_out:
-            self._left_out = told.left_out
+        if instruction.reason and self._worker.place == 0:
+            self._notifications.emit(f"elche: {instruction.reason}")
+        if instruction.left_out != self._excluded:
+            self._excluded = instruction.left_out
             self._changes += 1
-            group = self._worker.groups.without(told.left_out, self._changes)
+            group = self._worker.groups.without(instruction.left_out, self._changes)
             self._synchroniser.share_with(group)
         assert self._synchroniser.reducer is not None
         return self._synchroniser.reducer
@@ -115,7 +115,7 @@ class StepGroups:
     @property
     def _apart(self) -> list[int]:
         """Living ranks that are excluded."""
-        return [rank for rank in self._left_out if rank in self._worker.members]
+        return [rank for rank in self._excluded if rank in self._worker.members]
 
     def meet(self, call: str) -> None:
         """Records a call inside an epoch that every rank must make.
@@ -127,8 +127,8 @@ class StepGroups:
         if self._apart:
             raise ConfigError(
                 f"{call} inside the loop waits for every rank, and ranks "
-                f"{self._apart} are left out of steps; call it between epochs, "
-                "or keep all ranks with leave_out=False"
+                f"{self._apart} are excluded from steps; call it between epochs, or "
+                "keep all ranks with leave_out=False"
             )
 
     def unknown(self) -> str:
@@ -140,9 +140,9 @@ class StepGroups:
         """
         if self._apart and self._observer.scaler.has_scaler:
             raise ConfigError(
-                f"a GradScaler has begun to step while ranks {self._apart} are "
-                "left out, whose own is behind; use it from the first step on, or keep "
-                "all ranks with leave_out=False"
+                f"a GradScaler began to step while ranks {self._apart} are excluded, "
+                "whose GradScaler did not; use it from the first step on, or keep all "
+                "ranks with leave_out=False"
             )
         return self._observer.uncarried()
 
@@ -170,13 +170,13 @@ class StepGroups:
         take_schedules(group, schedulers, place)
         for copy in self._training.copies:
             broadcast_from(group, copy, [], place)
-        if worker.rank in self._left_out:
+        if worker.rank in self._excluded:
             return
-        if worker.rank == source and not self._left_out:
+        if worker.rank == source and not self._excluded:
             logger.info(
-                "ranks left epoch %d after different steps: all hold the model and the "
-                "optimizer of rank %d now; what elche does not see (a scheduler, a "
-                "GradScaler, an average of weights) has not moved along",
+                "ranks left epoch %d after different steps: all now hold the model "
+                "and the optimizer of rank %d; state that elche does not see (a "
+                "scheduler, a GradScaler, an average of weights) was not copied",
                 *(epoch, source),
             )
         if before != _rates(others):
@@ -207,19 +207,19 @@ class StepGroups:
             RankLostError: another rank has died; to be called again.
         """
         rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
-        if self._worker.rank in self._left_out:
+        if self._worker.rank in self._excluded:
             place = APART
         rows[group.rank] = torch.tensor((*place, self._is_new), device="cpu")
         group.all_reduce(rows, WHAT)
         *columns, are_new = rows.T.tolist()
         if any(are_new):
             self._is_new = True
-            self.begin_anew(group)
+            self.rebuild_with_all(group)
             self._is_new = self.is_apart = False
         else:
             table = [StepPlace(*row) for row in zip(*columns, strict=True)]
             self._settle(table, place, alive)
-        self._regrouping.say()
+        self._regrouping.log_members()
 
     def _settle(
         self,
@@ -231,17 +231,17 @@ class StepGroups:
         members = self._worker.members
         found = settle([each for each in table if each != APART])
         self.lost.take(set(self._members) - set(members), found)
-        left_out = [members[at] for at, each in enumerate(table) if each == APART]
-        self.is_apart |= bool(left_out)
+        absent = [members[at] for at, each in enumerate(table) if each == APART]
+        self.is_apart |= bool(absent)
         if not self._regrouping.is_building:
-            sharing = self._worker.groups.without(left_out, 0)
+            sharing = self._worker.groups.without(absent, 0)
             lacks = place.passes < found.passes
             reducer = self._synchroniser.reducer
             if sharing is not None and reducer is not None:
-                reducer.go_on_in(sharing, found.source, alive, lacks=lacks)
+                reducer.continue_in(sharing, found.source, alive, lacks=lacks)
         self.lost.confirm()
 
-    def say_regrouped(self, epoch: int) -> None:
+    def report_regrouped(self, epoch: int) -> None:
         """Reports the new group, and the steps settled in it."""
         lost = self.lost
         self._worker.send(

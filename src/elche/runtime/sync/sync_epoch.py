@@ -39,11 +39,11 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.sync.step_account import Step, StepAccount, open_steps
 
-LEFT_OUT_S = 1.0
+EXCLUDED_POLL_S = 1.0
 """Poll interval of an excluded rank (s)."""
 TOO_EARLY = (
-    f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: start "
-    "the run anew from its last checkpoint (--max-restarts)"
+    f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: "
+    "restart the run from its last checkpoint (--max-restarts)"
 )
 
 
@@ -65,10 +65,10 @@ class _State(Enum):
     =====================================  ==================  ===================
 
     A step goes from `_grant` through the loader to `_begin_step`, the loop's body and
-    `_end_step`. Its report waits for the next step's backward pass and is sent beneath
-    it, or where nothing else is to be done. Ranks may die in any wait of a pass, or
-    between two steps: then `regroup` settles which steps are still run. While a rank
-    is LEAVING, a death ends the run.
+    `_end_step`. Its report is sent in the next step's backward pass, or where nothing
+    else is to be done. Ranks may die in any wait of a pass, or between two steps: then
+    `regroup` settles which steps are still run. While a rank is LEAVING, a death ends
+    the run.
     """
 
     BETWEEN = "the loader loads, or waits for a grant"
@@ -118,16 +118,16 @@ class SyncEpoch:
         reducer.on_lost = self.regroup
 
     @property
-    def samples_in_hand(self) -> int:
+    def current_samples(self) -> int:
         """Samples of the current batch."""
         return 0 if self._part is None else self._part.label.samples
 
     @property
-    def weight_in_hand(self) -> float:
+    def current_weight(self) -> float:
         """Weight of the current batch in means: its samples, or ``weight_of``."""
-        samples, part = self.samples_in_hand, self._part
-        said = None if part is None else part.weight
-        return float(samples) if said is None or not samples else said
+        samples, part = self.current_samples, self._part
+        by_user = None if part is None else part.weight
+        return float(samples) if by_user is None or not samples else by_user
 
     @property
     def open_batch(self) -> Runs:
@@ -154,7 +154,7 @@ class SyncEpoch:
 
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break ends the epoch."""
-        in_hand: Step | None = None
+        current: Step | None = None
         with self._under_way():
             try:
                 self._account.begin()
@@ -162,15 +162,15 @@ class SyncEpoch:
                     got = self._next(number)
                     if got is None:
                         break
-                    in_hand, data = got
-                    self._begin_step(in_hand, data)
+                    current, data = got
+                    self._begin_step(current, data)
                     yield data
-                    self._end_step(in_hand)
+                    self._end_step(current)
                 self._hooks.drain()
                 self._report_all()
                 self._await_end()
             except GeneratorExit:
-                self._break_off(in_hand)
+                self._break_off(current)
 
     def leave(self) -> None:
         """Ends a part whose loop had broken off before it began."""
@@ -191,13 +191,13 @@ class SyncEpoch:
             self._reducer.on_lost = None
             self._worker.on_wait = None
 
-    def _break_off(self, in_hand: Step | None) -> None:
+    def _break_off(self, current: Step | None) -> None:
         try:
-            self._leave(in_hand)
+            self._leave(current)
         except ElcheError as error:
             self._hooks.on_error(error)
 
-    def _leave(self, in_hand: Step | None) -> None:
+    def _leave(self, current: Step | None) -> None:
         """Leaves the epoch after a break in this step, or before the first.
 
         The others run their granted steps: this rank joins them with weight 0, and
@@ -208,9 +208,9 @@ class SyncEpoch:
         if self._worker.is_closed or self.end is not None or reducer.is_delayed:
             return  # delayed: a Trainer's loop, which only an error leaves
         self._settle()
-        has_passed = in_hand is not None and self._place.first > in_hand.step
-        if in_hand and has_passed and in_hand.step >= self._dead.last:
-            self._end_step(in_hand)  # the others run no further steps
+        has_passed = current is not None and self._place.first > current.step
+        if current and has_passed and current.step >= self._dead.last:
+            self._end_step(current)  # the others run no further steps
             self._report()
             self._await_end()
             return
@@ -225,9 +225,9 @@ class SyncEpoch:
         except CommunicationError as error:
             broken, apart = error, str(error)
         self._report()
-        if in_hand is not None:
-            self.samples_done += self._positions.samples_of(in_hand.step)
-        self._account.leave(in_hand, self._reducer, apart)
+        if current is not None:
+            self.samples_done += self._positions.samples_of(current.step)
+        self._account.leave(current, self._reducer, apart)
         if broken is not None:
             raise broken  # most likely this rank fails; others do not wait for it
         while self.end is None:
@@ -268,7 +268,7 @@ class SyncEpoch:
         self._step, self._state = step.step, _State.INSIDE
         self._granted.pop(step.step - 1, None)
         if self._gone:
-            self._reducer.beneath = self._report_beneath
+            self._reducer.on_backward = self._report_in_backward
         part = step.weighed(self._leased.weight)
         if self._dead.first:
             part = self._alive(part)
@@ -313,7 +313,7 @@ class SyncEpoch:
         if not is_early or self._is_held:  # the grant may wait for it
             self._report_all()
         if self._state is _State.EXCLUDED:
-            self._worker.sleep_until_told(LEFT_OUT_S)
+            self._worker.sleep_until_message(EXCLUDED_POLL_S)
             self.refill()
         else:
             self._worker.receive(self.handle, f"the grant of step {number}")
@@ -323,7 +323,7 @@ class SyncEpoch:
         while self.end is None:
             if self._dead.is_settled and self._state is _State.BETWEEN:
                 self._state = _State.SETTLED
-                self._say_taken(self._dead.last, 0.0)
+                self._report_model(self._dead.last, 0.0)
             self._worker.receive(self.handle, "the end of the epoch")
             if self._worker.is_due:
                 self.regroup()
@@ -334,7 +334,7 @@ class SyncEpoch:
             case GrantBatches():
                 self._grant(instruction)
             case Regroup():
-                self._worker.hear_of(instruction)
+                self._worker.note_regroup(instruction)
             case EndEpoch():
                 self.end = instruction
             case RankLeft():
@@ -344,9 +344,9 @@ class SyncEpoch:
             case Adopt():
                 began_s = time.monotonic()
                 self._hooks.steps.adopt(instruction.source, instruction.epoch)
-                self._say_taken(instruction.window, time.monotonic() - began_s)
+                self._report_model(instruction.window, time.monotonic() - began_s)
             case LeaveOut():
-                self._leave_out(instruction)
+                self._exclude(instruction)
             case _:
                 raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
 
@@ -369,15 +369,15 @@ class SyncEpoch:
         if self._granted_until == self._positions.num_batches:
             self._leased.end()
 
-    def _leave_out(self, told: LeaveOut) -> None:
+    def _exclude(self, instruction: LeaveOut) -> None:
         """Excludes ranks from the next step on."""
-        if self._worker.rank in told.left_out:
+        if self._worker.rank in instruction.left_out:
             self._state = _State.EXCLUDED
-        reducer = self._hooks.steps.leave_out(told)
+        reducer = self._hooks.steps.exclude(instruction)
         if reducer is not self._reducer:
             self._reduce_by(reducer)
 
-    def _say_taken(self, step: int, sync_s: float) -> None:
+    def _report_model(self, step: int, sync_s: float) -> None:
         """Reports that this rank's model includes a step."""
         rank, epoch = self._worker.rank, self._positions.epoch
         taken = ModelUpdated(rank=rank, epoch=epoch, window=step, sync_s=sync_s)
@@ -391,7 +391,7 @@ class SyncEpoch:
         self._report()
         self._account.void()
         while not has_formed:
-            self._worker.hear_of()
+            self._worker.note_regroup()
             with contextlib.suppress(RankLostError):  # its `Regroup` is queued
                 group = self._hooks.regrouping.meet()
                 steps.settle(group, self._place, self._alive)
@@ -401,7 +401,7 @@ class SyncEpoch:
         reported = self._account.reported
         if any(first < reported for first in self._dead.first.values()):
             raise CommunicationError(TOO_EARLY)
-        steps.say_regrouped(self._positions.epoch)
+        steps.report_regrouped(self._positions.epoch)
 
     @property
     def _place(self) -> StepPlace:
@@ -437,29 +437,29 @@ class SyncEpoch:
             return
         first, second = sorted(each.label.step for each in (part, other))
         raise ConfigError(
-            "one backward pass goes through the forward passes of batches "
-            f"{first} and {second}, of which the ranks hold other shares, so that no "
-            "weight of its gradients is right for both: call backward() on each "
-            "batch's loss, and the gradients add up until zero_grad()"
+            f"one backward pass goes through the forward passes of batches {first} "
+            f"and {second}, in which ranks have different shares, so that one weight "
+            "cannot fit both: call backward() on each batch's loss; gradients "
+            "accumulate until zero_grad()"
         )
 
     def _settle(self, first: int | None = None) -> None:
         """Completes steps before ``first``; the next pass sends their report."""
         if self._account.settle(first):
             is_due = self._account.due is not None
-            self._reducer.beneath = self._report_beneath if is_due else None
+            self._reducer.on_backward = self._report_in_backward if is_due else None
 
     def _report(self) -> None:
         """Sends the pending report."""
         if self._account.report():
-            self._reducer.beneath = None
+            self._reducer.on_backward = None
 
     def _report_all(self) -> None:
         """Sends all reports, also of steps with a pending backward pass."""
         self._settle()
         self._report()
 
-    def _report_beneath(self) -> None:
+    def _report_in_backward(self) -> None:
         """Sends the due report, and handles received instructions."""
         self._report()
         self.refill()

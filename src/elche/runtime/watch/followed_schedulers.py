@@ -235,9 +235,9 @@ class FollowedSchedulers:
         if args or named:
             raise ConfigError(
                 f"{name}.step() with an argument inside the loop, under policy "
-                f"{self._policy!r}: it says how far this rank is, or what it measured, "
-                "not the run; call step() without one (ReduceLROnPlateau: between "
-                "epochs), or choose policy 'sync'"
+                f"{self._policy!r}: it is this rank's progress or metric, not the "
+                "run's; call step() without one (ReduceLROnPlateau: between epochs), "
+                "or choose policy 'sync'"
             )
         if not self.steps[at].called():
             raise ConfigError(
@@ -268,7 +268,7 @@ def check_scheduler(scheduler: object) -> None:
 
 def mean_of(worker: Worker, metric: float) -> float:
     """The mean of a metric over all ranks; called by all of them."""
-    worker.regroup_if_told()
+    worker.regroup_if_due()
     total = torch.tensor(metric, dtype=torch.float64, device="cpu")
     worker.group.all_reduce(total, "agreeing on the metric of a scheduler")
     return total.item() / worker.group.world_size

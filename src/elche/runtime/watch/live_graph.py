@@ -38,11 +38,10 @@ OnLate = Callable[[Any, Any], None]
 A pass is late if it reaches the graph of a batch before the current one; the second
 argument is None if it is the pass's first graph."""
 UNCLEAR = (
-    "the loop has fetched batches ahead, or skipped some, and elche has not seen "
-    "which of them this pass is of, so that the weight of its gradients is not known: "
-    "call model(...) with the loader's own tensors (convert them inside its forward; "
-    "torch.compile before elche.setup), or run forward and backward before the next "
-    "batch is fetched"
+    "the loop fetched batches ahead, or skipped some, and elche cannot tell to which "
+    "batch this pass belongs, nor the weight of its gradients: call model(...) with "
+    "the loader's own tensors (convert them inside its forward; torch.compile before "
+    "elche.setup), or run forward and backward before the next batch is fetched"
 )
 ITERATED_ELSEWHERE = (
     "the loader is iterated in another thread than the one that trains: iterate where "
@@ -96,7 +95,7 @@ class LiveGraph:
         self._waiting: list[BatchForwards] = []  # for a backward pass, oldest first
         self._number = self._first = 0  # batches so far, and before this part
         self._is_ahead: bool | None = None  # None: no forward pass in this part yet
-        self._in_hand: BatchForwards | None = None
+        self._current: BatchForwards | None = None
         self._forward: BatchForwards | None = None
         self._last: BatchForwards | None = None
         self._task = -1
@@ -135,7 +134,7 @@ class LiveGraph:
     @property
     def has_graph(self) -> bool:
         """True once a forward pass of the current batch has made a graph."""
-        return self._in_hand is not None and self._last is self._in_hand
+        return self._current is not None and self._last is self._current
 
     def begin_epoch(
         self,
@@ -166,16 +165,16 @@ class LiveGraph:
 
     def begin(self, batch: Any, data: Any = None) -> None:
         """Records a batch that is yielded: its label, and its data for the loop."""
-        self._in_hand = BatchForwards(batch, self._moves, self._number)
+        self._current = BatchForwards(batch, self._moves, self._number)
         self._number += 1
-        self._keep(self._in_hand, data)
+        self._keep(self._current, data)
         waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
         while waiting and (
             waiting[0].had_backward
             or (is_known and waiting[0] is not last and not waiting[0].is_held)
         ):
             waiting.pop(0)
-        waiting.append(self._in_hand)
+        waiting.append(self._current)
 
     def _keep(self, batch: BatchForwards, data: Any) -> None:
         """Records a batch's storages; one shared by two batches identifies neither."""
@@ -201,7 +200,7 @@ class LiveGraph:
 
     def end_epoch(self, *, is_over: bool = False) -> None:
         """Ends the current batch; open batches keep their hooks unless ``is_over``."""
-        self._in_hand = None
+        self._current = None
         while self._handles and (is_over or not self.open_batches):
             self._handles.pop().remove()
 
@@ -218,7 +217,7 @@ class LiveGraph:
         self.end_epoch(is_over=True)
         self._waiting.clear()
         self._on_late = self._on_forward = None
-        self._in_hand = self._forward = self._last = self._pass_of = None
+        self._current = self._forward = self._last = self._pass_of = None
 
     def moved(self, policy: str) -> None:
         """Invalidates live graphs, whose parameters have changed."""
@@ -245,23 +244,23 @@ class LiveGraph:
         """
         if graph_task_id() != -1:  # recomputed by checkpointing
             return
-        batch, in_hand = self._newest((*args, *kwargs.values())), self._in_hand
+        batch, current = self._newest((*args, *kwargs.values())), self._current
         if not torch.is_grad_enabled():
             self._forward = None
-            if batch is not None and batch is in_hand and self._is_ahead is None:
+            if batch is not None and batch is current and self._is_ahead is None:
                 self._is_ahead = False
             return
         if self.thread not in (0, threading.get_ident()):
             raise ConfigError(ITERATED_ELSEWHERE)
         is_again = batch is not None and batch.had_backward
         if is_again and not self._is_ahead and not self._is_before(batch):
-            batch = in_hand  # an earlier one may be read again, in a step of this one
+            batch = current  # an earlier one may be read again, in a step of this one
         if batch is None:
             batch = self._untold()
         elif not is_again:
-            self._is_ahead = bool(self._is_ahead) or batch is not in_hand
+            self._is_ahead = bool(self._is_ahead) or batch is not current
         self._forward = batch
-        is_other = self._is_ahead or batch is not in_hand
+        is_other = self._is_ahead or batch is not current
         if batch is not None and is_other and self._on_forward is not None:
             self._on_forward(batch.batch)
 
@@ -269,7 +268,7 @@ class LiveGraph:
         """Returns True if the loop is still in the step of a batch and has the next."""
         if batch is None or self._on_forward is None or batch.number < self._first:
             return False
-        return self._in_hand is None or not self._in_hand.had_forward
+        return self._current is None or not self._current.had_forward
 
     def _untold(self) -> BatchForwards | None:
         """The batch of a pass that reads none of the loader's tensors; None: no batch.
@@ -277,27 +276,27 @@ class LiveGraph:
         Raises:
             ConfigError: several batches are possible.
         """
-        in_hand, is_ahead = self._in_hand, self._is_ahead
-        is_new = in_hand is not None and is_ahead is None
+        current, is_ahead = self._current, self._is_ahead
+        is_new = current is not None and is_ahead is None
         others = [
             b
             for b in self._waiting
-            if b is not in_hand and not b.had_forward and b.number >= self._first
-            if b.is_held or is_new or (in_hand and not b.storages)
+            if b is not current and not b.had_forward and b.number >= self._first
+            if b.is_held or is_new or (current and not b.storages)
         ]
-        if in_hand is not None:
-            is_unclear = bool(others) or (is_ahead and self._last is not in_hand)
+        if current is not None:
+            is_unclear = bool(others) or (is_ahead and self._last is not current)
         else:
             is_unclear = is_ahead is not False and len(others) + bool(is_ahead) > 1
         if is_unclear and self._on_forward is not None:
             raise ConfigError(UNCLEAR)
         if is_new:
             self._is_ahead = False
-        return in_hand
+        return current
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """A hook after a forward pass."""
-        batch = self._forward or self._in_hand
+        batch = self._forward or self._current
         if batch is None or graph_task_id() != -1:
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else outputs_in(output)
@@ -307,7 +306,7 @@ class LiveGraph:
                 node.register_prehook(partial(self.before_backward, batch))
                 batch.had_forward = True
                 self._last = batch
-        is_other = self._is_ahead or batch is not self._in_hand
+        is_other = self._is_ahead or batch is not self._current
         if is_other and self._on_forward is not None:
             self._on_forward(None)
 
@@ -327,7 +326,7 @@ class LiveGraph:
             return
         if other is None:
             self._task, self._pass_of = task, batch
-            if batch is self._in_hand:
+            if batch is self._current:
                 return
         if self._on_late is not None:
             self._on_late(batch.batch, None if other is None else other.batch)
@@ -365,11 +364,11 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 def fetched_too_early(policy: str) -> ConfigError:
     """The error of a loop whose backward pass runs after a window has ended."""
     return ConfigError(
-        "the next batch was asked for before the backward pass of the last one, and "
-        f"under policy {policy!r} a window ends where a batch is asked for, which "
-        "changes parameters between a forward pass and its backward pass: swap the two "
-        "lines, loss.backward() first and then the next batch (x, y = next(batches), "
-        "say), or choose policy 'sync'"
+        "the next batch was requested before the backward pass of the last one. Under "
+        f"policy {policy!r} a window may end at that request, which changes "
+        "parameters between forward and backward: swap the two lines, loss.backward() "
+        "first and then the next batch (x, y = next(batches), say), or choose policy "
+        "'sync'"
     )
 
 

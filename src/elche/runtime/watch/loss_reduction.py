@@ -65,7 +65,7 @@ class LossWatch:
         self._batch: Any = None
         self._samples = self._looks = self._whole = 0
         self._sizes: set[int] = set()  # of whole batches
-        self._looks_on = refuses_sums
+        self._is_watching = refuses_sums
         self._handles: list[RemovableHandle] = []
         self._thread, self._task = 0, -1
         self.is_on = is_on
@@ -78,7 +78,7 @@ class LossWatch:
                 that is compiled, or called by another method.
             is_weighed: gradients are weighed by samples.
         """
-        if self._looks_on and not self._handles:
+        if self._is_watching and not self._handles:
             self.is_on &= is_weighed
             self._thread, hook = threading.get_ident(), ModelHook(self._came)
             self._handles = [each.register_hook(hook) for each in parameters]
@@ -102,7 +102,7 @@ class LossWatch:
         A shorter batch is reported where others of its size, or of two sizes, were
         whole: else it is not known which dimension counts samples.
         """
-        self._batch, self._samples = batch if self._looks_on else None, samples
+        self._batch, self._samples = batch if self._is_watching else None, samples
         if not (self.is_on and samples and self._whole >= 0):
             return
         first = batch[0] if isinstance(batch, list | tuple) and batch else batch
@@ -111,8 +111,8 @@ class LossWatch:
         sizes = self._sizes
         is_known = self._whole >= WHOLE and (samples in sizes or len(sizes) > 1)
         if length < samples and is_known:
-            what = f"a batch of {length} samples came where {samples} were asked for"
-            self._say(f"{what} (a collate_fn that drops some?)", "len(batch[0])")
+            what = f"a batch of {length} samples arrived where {samples} were requested"
+            self._hint(f"{what} (a collate_fn that drops some?)", "len(batch[0])")
         if length == samples:
             sizes.add(length)
         self._whole = self._whole + (length == samples) if length <= samples else -1
@@ -124,15 +124,15 @@ class LossWatch:
             ConfigError: the losses of the first pass are sums.
         """
         self._look(roots)
-        if not self._looks_on:
+        if not self._is_watching:
             self.detach()
         is_first, self._refuses_sums = self._refuses_sums, False
         if is_first and all(is_sum(root.grad_fn) for root in roots):
             raise ConfigError(
-                "the loss is a sum over the batch, but gradients are taken for those "
-                "of a mean, which is another result than on one device: give "
-                "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
-                "a mean"
+                "the loss is a sum over the batch, but gradients are weighted as "
+                "those of a mean, so the result differs from one device: give "
+                "elche.setup (or elche.Trainer) loss_reduction='sum', or make the "
+                "loss a mean"
             )
 
     def _look(self, roots: Sequence[torch.Tensor]) -> None:
@@ -144,22 +144,22 @@ class LossWatch:
         for has_weights, ignored in _means(roots) if self.is_on else ():
             counts = [(each != ignored).sum(1) for each in labels]
             if has_weights:
-                self._say("the loss is a mean over class weights", "w[labels].sum()")
+                self._hint("the loss is a mean over class weights", "w[labels].sum()")
             elif odd := [count for count in counts if bool((count != count[0]).any())]:
                 left = f"{int(odd[0].sum())} targets, without ignored ones,"
                 weight = f"(labels != {ignored}).sum()"
-                self._say(f"the loss is a mean over {left}", weight)
+                self._hint(f"the loss is a mean over {left}", weight)
             elif labels and len(lengths) == 1 and max(lengths) % max(1, self._samples):
                 what = f"the loss is a mean over {max(lengths)} targets"
-                self._say(what, "len(labels)")
-        self._looks_on = self.is_on and self._looks < LOOKS
+                self._hint(what, "len(labels)")
+        self._is_watching = self.is_on and self._looks < LOOKS
 
-    def _say(self, what: str, weight: str) -> None:
+    def _hint(self, what: str, weight: str) -> None:
         self.is_on = False
         self._emit(
             f"elche: {what} in a batch of {self._samples} samples, by which ranks are "
-            f"weighed: pass weight_of=lambda batch: {weight}, or the result is another "
-            "one than on one device"
+            f"weighted: pass weight_of=lambda batch: {weight}, or the result differs "
+            "from one device"
         )
 
 

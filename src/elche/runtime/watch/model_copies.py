@@ -70,10 +70,10 @@ class ModelCopies:
             if isinstance(copy, AveragedModel)
         ]
         self._others = [c for c in copies if not isinstance(c, AveragedModel)]
-        self._in_hand = 0
+        self._current = 0
         self._epoch = 1, 1
         self._updated: set[int] = set()
-        self._handed_over = {id(copy) for copy in copies}
+        self._known_ids = {id(copy) for copy in copies}
         self._has_warned = False
         self.is_in_steps = self.has_unknown = False
         self._original: Callable[[AveragedModel, Any], None] | None = None
@@ -124,7 +124,7 @@ class ModelCopies:
 
     def begin_batch(self, samples: int) -> None:
         """Records the samples of the current batch of a window; 0: there is none."""
-        self._in_hand = samples
+        self._current = samples
 
     def closed(self, *, is_finite: bool) -> tuple[int, ...]:
         """Ends this rank's window; returns the samples that updated each copy."""
@@ -172,9 +172,9 @@ class ModelCopies:
         if self._made is not None and self._made.take_written() and group.rank == 0:
             logger.warning(
                 "the loop writes a copy of the model (an EMA, say) that elche does not "
-                "know of: in windows each rank has a model of its own, so the copies "
-                "differ between ranks; hand it over: elche.setup(..., copies=[...]), "
-                "or use torch.optim.swa_utils.AveragedModel, which follows the run"
+                "know: in windows each rank has its own model, so the copies differ "
+                "between ranks; pass it to elche.setup(..., copies=[...]), or use "
+                "torch.optim.swa_utils.AveragedModel, which follows the run"
             )
         for copy in self._others:
             for tensor in (*copy.parameters(), *copy.buffers()):  # one may be large
@@ -190,16 +190,16 @@ class ModelCopies:
         if is_missing and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "other ranks have updated an AveragedModel in this epoch, and this one "
-                "has not: updates follow only the batches of ranks whose loops call "
-                "update_parameters, so call it on every rank; where policy 'auto' may "
-                "leave a rank out, hand it over: elche.setup(..., copies=[...])"
+                "other ranks have updated an AveragedModel in this epoch, and this "
+                "one has not: updates follow only the batches of ranks whose loops "
+                "call update_parameters, so call it on every rank; where policy "
+                "'auto' may leave a rank out, pass it: elche.setup(..., copies=[...])"
             )
 
     def _puts_off(self, copy: AveragedModel, model: nn.Module) -> bool:
         """Defers an update of a copy; returns False if it is to be made now."""
-        if not self._in_hand:
-            is_known = id(copy) in self._handed_over
+        if not self._current:
+            is_known = id(copy) in self._known_ids
             self.has_unknown |= self.is_in_steps and not is_known
             return False
         known = next((e for e in self._averaged if e.copy() is copy), None)
@@ -209,7 +209,7 @@ class ModelCopies:
             known = _Averaged(weakref.ref(copy), model)
             self._averaged.append(known)
         known.source = model
-        known.samples += self._in_hand
+        known.samples += self._current
         known.is_called = True
         return True
 

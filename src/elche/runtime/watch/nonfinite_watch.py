@@ -46,7 +46,7 @@ class NonFiniteWatch:
         self._looked_at: dict[int, None] = {}
         self._part: OwnPart = ()
         self._passes = 0
-        self._is_told = False
+        self._is_reported = False
         self._filling: list[_Seen] = []
         self._buffer: torch.Tensor | None = None
         self._under_way: list[tuple[list[_Seen], Readback]] = []
@@ -66,9 +66,9 @@ class NonFiniteWatch:
         epoch, step, *samples = self._part
         part = epoch, step, self._passes, *samples
         self._passes += 1
-        if self._is_told:
+        if self._is_reported:
             self._looked_at.clear()
-            self._is_told = False
+            self._is_reported = False
         order, is_small = list(came), self._small.__contains__
         first = next(filter(is_small, order), order[-1])
         last = next(filter(is_small, reversed(order)), order[0])
@@ -90,7 +90,7 @@ class NonFiniteWatch:
             for other in others:  # NaN if one of them is
                 total = torch.maximum(total, other.to(total.device))
             self._keep(total, None)
-            self._is_told = True
+            self._is_reported = True
         self._send()
         while self._under_way and (final or self._under_way[0][1].is_done()):
             seen, readback = self._under_way.pop(0)

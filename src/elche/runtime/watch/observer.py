@@ -143,7 +143,7 @@ class LoopObserver:
 
     def meets(self, call: str) -> None:
         """Records a call inside an epoch that all ranks must make."""
-        self._uncarried = f"the loop calls {call}, which every rank must come to"
+        self._uncarried = f"the loop calls {call}, which needs every rank"
 
     @property
     def carried_schedulers(self) -> list[LRScheduler]:
@@ -174,7 +174,7 @@ class LoopObserver:
         if any(map(is_scheduled, optimizers)):
             return "elche does not know of the learning rate scheduler (schedulers=)"
         if self.schedulers.rates.has_moved(optimizers):
-            return "the learning rate moves inside an epoch"
+            return "the learning rate changes inside an epoch"
         if self.scaler.has_scaler:
             return "the loop steps with a GradScaler"
         if self.copies.has_unknown:

@@ -79,15 +79,15 @@ class RateWatch:
             if not moved or optimizer in _follow_progress:
                 continue
             (old, new), *_ = moved
-            says = (
-                f"the learning rate of {type(optimizer).__name__} moved inside an "
-                f"epoch ({old:.3g} to {new:.3g}) under policy {self._policy!r}, in "
-                "whose windows each rank runs its own number of batches: it would end "
-                "elsewhere than on one device, and on each rank elsewhere; "
+            text = (
+                f"the learning rate of {type(optimizer).__name__} changed inside an "
+                f"epoch ({old:.3g} to {new:.3g}) under policy {self._policy!r}, where "
+                "each rank runs its own number of batches: the rate would end "
+                "differently on each rank, and differ from one device; "
             )
             if is_scheduled(optimizer):
                 raise ConfigError(
-                    says + "hand its scheduler over (elche.setup(..., schedulers="
+                    text + "pass its scheduler (elche.setup(..., schedulers="
                     "[scheduler]), or elche.follow(scheduler) after it), or choose "
                     "policy 'sync'"
                 )
@@ -96,7 +96,7 @@ class RateWatch:
                 logger.warning(
                     "%scompute it from elche.progress_steps() (or let elche.ProgressLR "
                     "do so), or choose policy 'sync'",
-                    says,
+                    text,
                 )
 
 

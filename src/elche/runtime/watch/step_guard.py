@@ -171,7 +171,7 @@ class StepGuard:
         if any(_moves(p.grad) for p in old):
             why = foreign_parameters(type(optimizer).__name__, old)
             raise ConfigError(
-                f"{why}; what begins anew in every batch is made inside the loop"
+                f"{why}; create parameters that restart in every batch inside the loop"
             )
 
 
@@ -193,10 +193,10 @@ def _why(
     if is_stray or (sync.reducer is None and not is_inside):
         return (
             f"optimizer.step() outside of the loop, under policy {sync.policy!r}: the "
-            f"gradient of {of} was not reduced, as its backward pass came after the "
-            "loader's end (list(loader), say) or before its begin, or is of a window; "
-            "step inside the loop, drop it (optimizer.zero_grad()), train on alone "
-            "after elche.shutdown(), or choose policy 'sync' for what accumulates"
+            f"gradient of {of} was not reduced, because its backward pass ran before "
+            "or after the loop over the loader (list(loader), say) or in a window; "
+            "step inside the loop, drop the gradient (optimizer.zero_grad()), "
+            "continue alone after elche.shutdown(), or accumulate under policy 'sync'"
         )
     return (
         f"{of} has a gradient, but no backward pass of this loop since the last step "

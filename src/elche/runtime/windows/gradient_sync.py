@@ -107,9 +107,8 @@ class GradientSync(WindowSync):
         if alone:
             raise ConfigError(
                 f"a second optimizer ({type(optimizer).__name__}) steps {alone} of "
-                "the model's parameters, and a window's common step is that of the "
-                "optimizer given to elche.setup alone; leave update='gradients' out, "
-                "or choose policy 'sync'"
+                "the model's parameters, but a window steps only the optimizer given "
+                "to elche.setup; leave update='gradients' out, or choose policy 'sync'"
             )
 
     @override
@@ -127,9 +126,9 @@ class GradientSync(WindowSync):
         self._touched.clear()
         if taken is not None:
             raise ConfigError(
-                f"a hook took the gradient of a parameter of shape {list(taken.shape)} "
-                "away before the window's step; leave it to the optimizer given to "
-                "elche.setup, or leave update='gradients' out"
+                "a hook removed the gradient of a parameter of shape "
+                f"{list(taken.shape)} before the window's step; leave it to the "
+                "optimizer given to elche.setup, or leave update='gradients' out"
             )
         self._add_gradients()
 
@@ -218,7 +217,7 @@ class GradientSync(WindowSync):
         return self._window.is_summed and self._buffers.is_summed
 
     @override
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
         """Copies the last common step's result to the ranks that lack it.
@@ -229,11 +228,11 @@ class GradientSync(WindowSync):
         own = self._own_rates()
         try:
             take_step(group, self._parameters, self._optimizer, source)
-            self._buffers.hand_over(group, source, plan, lacks=lacks)
+            self._buffers.copy_result(group, source, plan, lacks=lacks)
         except RankLostError as error:
             raise CommunicationError(
-                "a second rank died while ranks took a common step from another one: "
-                "start the run anew from its last checkpoint (--max-restarts)"
+                "a second rank died while ranks copied a common step from another: "
+                "restart the run from its last checkpoint (--max-restarts)"
             ) from error
         self._set_rates(own)
         if lacks:

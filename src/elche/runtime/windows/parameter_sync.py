@@ -76,7 +76,7 @@ class AveragedSync(WindowSync):
         self._steps = steps
         self._was_finite = True
         self._is_diverged = False
-        self._weight = self._in_hand = 0.0
+        self._weight = self._current = 0.0
 
     @property
     @override
@@ -101,15 +101,15 @@ class AveragedSync(WindowSync):
 
     @override
     def begin_batch(self, weight: float, parts: float = 1.0) -> None:
-        self._in_hand = weight
+        self._current = weight
         if self._own_factor is not None:
             factor = parts if self._is_sum else 1.0
             self._own_factor.value = factor if weight > 0.0 else 0.0
 
     @override
     def batch_done(self) -> None:
-        self._weight += self._in_hand
-        self._in_hand = 0.0
+        self._weight += self._current
+        self._current = 0.0
         if self._own_factor is not None:
             self._own_factor.value = 1.0
 
@@ -127,18 +127,18 @@ class AveragedSync(WindowSync):
         return self._averager.has_sum(plan)
 
     @override
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        self._averager.hand_over(group, source, plan, lacks=lacks, keeps=keeps)
+        self._averager.copy_result(group, source, plan, lacks=lacks, keeps=keeps)
         if lacks:
-            self._start_anew()
+            self._reset_diverged()
 
     @override
     def reconnect(self, group: Group) -> None:
         self._averager.reconnect(group)
 
-    def _start_anew(self) -> None:
+    def _reset_diverged(self) -> None:
         """Resets optimizers of a diverged rank, after it has adopted the result."""
         if not self._was_finite:
             self._steps.forget_states()
@@ -170,13 +170,13 @@ class ParameterSync(AveragedSync):
     def reduce(self, plan: Reduce) -> SyncResult:
         """Averages now, and resets optimizers of a diverged rank."""
         result = self._averager.synchronise(plan)
-        self._start_anew()
+        self._reset_diverged()
         return result
 
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         result = self._averager.complete(plan)
-        self._start_anew()
+        self._reset_diverged()
         return result
 
 
@@ -212,5 +212,5 @@ class OverlappedSync(AveragedSync):
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         result = self._averager.adopt(plan, drained=is_drained)
-        self._start_anew()
+        self._reset_diverged()
         return result

@@ -23,7 +23,7 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.windows.synchroniser import Synchroniser
 
-WHAT = "settling what a lost rank left open"
+WHAT = "settling a lost rank's open work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Regrouping:
         worker: this rank's worker.
         synchroniser: reduces its windows.
         order: order of the samples, drawn by the first rank of the new group.
-        hand_over: sends the first old rank's state to new ranks, with all ranks.
+        send_state: sends the first old rank's state to new ranks, with all ranks.
         notifications: emit lines for the user.
         min_ranks: fewer ranks pause until others have joined.
 
@@ -64,7 +64,7 @@ class Regrouping:
         worker: Worker,
         synchroniser: Synchroniser,
         order: SampleOrder,
-        hand_over: Callable[[Group, int, bool], None],
+        send_state: Callable[[Group, int, bool], None],
         notifications: RunNotifications,
         *,
         min_ranks: int = 1,
@@ -72,11 +72,11 @@ class Regrouping:
         self._worker = worker
         self._synchroniser = synchroniser
         self._order = order
-        self._hand_over = hand_over
+        self._send_state = send_state
         self._notifications = notifications
         self._min_ranks = min_ranks
         self.is_building = self.has_joined = False
-        self._said = list(worker.members)
+        self._logged = list(worker.members)
 
     def settle(
         self,
@@ -92,7 +92,7 @@ class Regrouping:
             on_result: called when this rank has copied the result from another.
         """
         if self.is_building:
-            self.say()
+            self.log_members()
             return
         worker, sync = self._worker, self._synchroniser.windows
         if sync is None:
@@ -103,11 +103,11 @@ class Regrouping:
             if last is None:
                 raise ProtocolError(f"rank {worker.rank} has no plan of a reduction")
             source, keeps = hold.index(1), last.keeps
-            sync.hand_over(group, source, last.plan, lacks=lacks, keeps=keeps)
+            sync.copy_result(group, source, last.plan, lacks=lacks, keeps=keeps)
             if lacks and on_result is not None:
                 on_result()
         sync.reconnect(group)
-        self.say()
+        self.log_members()
 
     def meet(self, *, wants_keys: bool = False) -> Group:
         """Forms the members' group, and copies state to the ranks that lack it.
@@ -126,39 +126,39 @@ class Regrouping:
             *(self.is_building, worker.groups.can_share),
         )
         self.is_building = any(are_building)
-        worker.groups.let_share(all(share))
+        worker.groups.set_sharing(all(share))
         self._synchroniser.group = group
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0:
-            order.take_over()
+            order.restore_received()
         self.has_joined = any(are_new)
         if self.has_joined:
             if all(are_new):
-                raise CommunicationError("all who held the run's state have died")
+                raise CommunicationError("all ranks with the run's state have died")
             order.share_generators(group)
-            self._hand_over(group, are_new.index(0), worker.is_new)
+            self._send_state(group, are_new.index(0), worker.is_new)
             worker.is_new = False
         return group
 
-    def say(self) -> None:
+    def log_members(self) -> None:
         """Logs the survivors, on the first rank."""
         now = list(self._worker.members)
-        gone = [rank for rank in self._said if rank not in now]
-        new = [rank for rank in now if rank not in self._said]
-        self._said = now
+        gone = [rank for rank in self._logged if rank not in now]
+        new = [rank for rank in now if rank not in self._logged]
+        self._logged = now
         if self._worker.place:
             return
         emit = self._notifications.emit
         if new:
-            emit(f"elche: {_named(new)} joined: going on with {_named(now)}")
+            emit(f"elche: {_named(new)} joined: continuing with {_named(now)}")
         if dead := [rank for rank in gone if rank in self._worker.dead]:
             emit(
-                f"elche: {_named(dead)} died: going on with {_named(now)}; what was "
-                "not committed is trained on again"
+                f"elche: {_named(dead)} died: continuing with {_named(now)}; "
+                "uncommitted batches are trained again"
             )
         if left := [rank for rank in gone if rank not in dead]:
-            emit(f"elche: {_named(left)} left: going on with {_named(now)}")
+            emit(f"elche: {_named(left)} left: continuing with {_named(now)}")
         if len(now) < self._min_ranks:
             emit(f"elche: pausing until {self._min_ranks} ranks are there")
 

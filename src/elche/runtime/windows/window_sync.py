@@ -97,10 +97,10 @@ class WindowSync(ABC):
         """True if :meth:`finish` of the last window needs no other rank."""
 
     @abstractmethod
-    def hand_over(
+    def copy_result(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """See `Averager.hand_over`."""
+        """See `Averager.copy_result`."""
 
     @abstractmethod
     def reconnect(self, group: Group) -> None:

@@ -97,7 +97,7 @@ class ListScheduler:
         """
         heap = [(0.0, rank) for rank in range(len(self.rows))]
         wake_at = [0.0] * len(heap)
-        execute = self._executor(heap, wake_at, self._spare(most))
+        execute = self._executor(heap, wake_at, self._slack(most))
         weights, count, durations = self.weights, self.count, self.table.durations
         patience = self.rule.patience
         while heap:
@@ -122,7 +122,7 @@ class ListScheduler:
         return self.rows
 
     def _executor(
-        self, heap: list[tuple[float, int]], wake_at: list[float], spare: list[float]
+        self, heap: list[tuple[float, int]], wake_at: list[float], slack: list[float]
     ) -> Callable[[int, int], bool]:
         """Runs a code on the rank on top of the heap; False if it waits too long."""
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
@@ -140,8 +140,8 @@ class ListScheduler:
             if kind != W:
                 at = backward_at[index] if kind else forward_at[index]
                 if at > end:
-                    spare[rank] -= at - end
-                    if spare[rank] <= 0:
+                    slack[rank] -= at - end
+                    if slack[rank] <= 0:
                         return False
                     end = at
             end += durations[stage * 8 + kind]
@@ -249,7 +249,7 @@ class ListScheduler:
 
         return choose
 
-    def _spare(self, most: float) -> list[float]:
+    def _slack(self, most: float) -> list[float]:
         """Time that each rank may wait and still finish before `most`."""
         most *= 1 - _TOLERANCE
         return [most - self.count * work for work in self.table.work]

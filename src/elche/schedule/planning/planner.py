@@ -132,7 +132,7 @@ class _PlanSearch:
         if not found:
             raise ConfigError(self._shortage())
         self.bound_s = min(sum_bound(self.table, each) for each in found)
-        best = self._leave_devices_out(self._refined(found))
+        best = self._drop_devices(self._refined(found))
         used = set(best.ranks)
         orders = [best.ranks] + [
             tuple(device for device in order if device in used) for order in orders
@@ -230,13 +230,13 @@ class _PlanSearch:
             refine(self.evaluator, start, REFINED_ACTIONS)
         return self.evaluator.ranked()[0]
 
-    def _leave_devices_out(self, best: Partition) -> Partition:
+    def _drop_devices(self, best: Partition) -> Partition:
         """Drops devices one by one while the simulated step gets shorter."""
         improved = not self.config.use_all_devices
         while improved and len(best.ranks) > 1:
             orders = [
-                tuple(device for device in best.ranks if device != left_out)
-                for left_out in best.ranks
+                tuple(device for device in best.ranks if device != dropped)
+                for dropped in best.ranks
             ]
             found = self._partitions(orders, 1)
             fewer = min(found, key=self.evaluator.step_s, default=best)

@@ -161,9 +161,9 @@ def handed_over_twice() -> list[torch.Tensor]:
             bucket.finish(0)
         elif group.rank == 0:  # it leads its host
             group.wait_until(bucket.exchange.poll, "the sum")
-        bucket.take_over(group, group.world_size - 1, lacks=not has_it)
+        bucket.adopt_sums(group, group.world_size - 1, lacks=not has_it)
         if group.rank == 0:
             bucket.rescale(2.0)  # as `p.grad` is changed
-        bucket.take_over(group, 0, lacks=group.rank == 1)
+        bucket.adopt_sums(group, 0, lacks=group.rank == 1)
         group.all_reduce(torch.zeros(1), "the end")
     return [] if not bucket.summed else [bucket.summed[0].detach().clone()]

@@ -181,7 +181,7 @@ def _train(model: Any, optimizer: Any, batches: Any, found: Found) -> None:
         optimizer.step()
         optimizer.zero_grad()
         run = current_run()
-        if run is None or run.samples_in_hand:
+        if run is None or run.current_samples:
             found.seen[-1] += number.tolist()
             found.sums[-1] += float(x.sum())
 

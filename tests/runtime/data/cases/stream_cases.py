@@ -234,7 +234,7 @@ def _train(
         order: list[int] = []
         for x, y, index, draw in loader:
             run = current_run()
-            if run is None or run.samples_in_hand:
+            if run is None or run.current_samples:
                 order += index.tolist()
                 for number, value in zip(index.tolist(), draw.tolist(), strict=True):
                     draws[epoch, number] = value

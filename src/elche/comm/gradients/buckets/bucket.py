@@ -299,7 +299,7 @@ class Bucket:
             self.exchange.release()
         self._is_summed = True
 
-    def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
+    def adopt_sums(self, group: Group, source: int, *, lacks: bool) -> None:
         """Copies the last sum to ranks that lack it; collective in a new group.
 
         In shared memory :meth:`finish` can still form the sum, since no rank overwrites

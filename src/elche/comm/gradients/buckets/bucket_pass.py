@@ -371,7 +371,7 @@ class BucketPass(ABC):
             factor: factor of the sums.
         """
         if source is not None:
-            self._queue.take_over(group, source, lacks=lacks)
+            self._queue.adopt_sums(group, source, lacks=lacks)
         if lacks:
             self._queue.publish(factor)
             self.closed_passes += 1

@@ -166,10 +166,10 @@ class BucketQueue:
         for bucket in self.buckets:
             bucket.settle(keeps=keeps)
 
-    def take_over(self, group: Group, source: int, *, lacks: bool) -> None:
+    def adopt_sums(self, group: Group, source: int, *, lacks: bool) -> None:
         """Copies the last sums to ranks that lack them; collective in a new group."""
         for bucket in self.buckets:
-            bucket.take_over(group, source, lacks=lacks)
+            bucket.adopt_sums(group, source, lacks=lacks)
         for bucket in self.buckets if lacks else ():
             bucket.finish(self.side)
 
@@ -309,10 +309,10 @@ class GradientOrder:
         """
         index = min(self.late)
         raise ConfigError(
-            f"{self._names[index]} got {self.came[index]} gradients in this "
-            "backward pass and at most one in the first, the others too late for "
-            "the reduction; activation checkpointing needs use_reentrant=False "
-            "where a layer is used once in some batches and several times in others"
+            f"{self._names[index]} got {self.came[index]} gradients in this backward "
+            "pass but at most one in the first, so the later ones missed the "
+            "reduction; activation checkpointing needs use_reentrant=False where the "
+            "number of uses of a layer differs between batches"
         )
 
 

@@ -18,14 +18,14 @@ from elche.checkpoint.state_tree import MODEL, StateTree, decode, encode
 from elche.comm.transport.process_group import Group
 from elche.errors import MismatchError
 
-WHAT: Final = "handing the run's state over"
+WHAT: Final = "copying the run's state"
 PIECE_BYTES: Final = 1 << 24
 """Bytes per broadcast; ranks that need no state receive and discard the pieces."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class ReceivedState:
     """A received checkpoint of one rank; see `Checkpoint`.
 
     Attributes:
@@ -57,8 +57,8 @@ def packed(held: Captured, info: Mapping[str, Any]) -> list[bytearray]:
     parts = {"own": held.own, "shared": held.shared, MODEL: encode(held.model, MODEL)}
     trees = {name: tree for name, (tree, _) in parts.items()}
     tensors = {name: one for _, own in parts.values() for name, one in own.items()}
-    said = {"state": trees, "info": dict(info), "error": ""}
-    return [bytearray(json.dumps(said).encode()), packed_tensors(tensors)]
+    content = {"state": trees, "info": dict(info), "error": ""}
+    return [bytearray(json.dumps(content).encode()), packed_tensors(tensors)]
 
 
 def refused(why: str) -> list[bytearray]:
@@ -66,24 +66,24 @@ def refused(why: str) -> list[bytearray]:
     return [bytearray(json.dumps({"error": why}).encode()), bytearray()]
 
 
-def unpacked(messages: list[bytearray]) -> HandedOver:
+def unpacked(messages: list[bytearray]) -> ReceivedState:
     """Decodes a checkpoint from received messages.
 
     Raises:
         MismatchError: the source rank could not send its state.
     """
-    said = json.loads(messages[0])
-    if said["error"]:
-        raise MismatchError(f"this rank cannot join the run: {said['error']}")
+    content = json.loads(messages[0])
+    if content["error"]:
+        raise MismatchError(f"this rank cannot join the run: {content['error']}")
     tensors = unpacked_tensors(messages[1])
 
     def tensor(name: str, in_model: bool) -> Tensor:
         return tensors[f"{MODEL}.{name}" if in_model else name]
 
-    return HandedOver(
+    return ReceivedState(
         Path("the state of the ranks that train"),
-        Manifest(name="", run_id="", world_size=1, info=said["info"], files={}),
-        decode(said["state"], tensor),
+        Manifest(name="", run_id="", world_size=1, info=content["info"], files={}),
+        decode(content["state"], tensor),
     )
 
 

@@ -66,6 +66,7 @@ def make(extension: Any) -> types.ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "_initialized": True,
         "Stream": torch.Stream,
         "Event": torch.Event,
     }

@@ -86,8 +86,8 @@ class Worker {
   [[noreturn]] void serve() {
     for (;;) {
       Entry entry = next();
-      const auto started = Clock::now();
       if (entry.elements != NO_KERNEL) delay();
+      const auto started = Clock::now();
       try {
         entry.run();
       } catch (...) {

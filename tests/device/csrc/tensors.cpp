@@ -3,9 +3,9 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
@@ -91,8 +91,22 @@ at::Tensor copy_from(
   return to;
 }
 
+const at::Tensor& resize_(
+    const at::Tensor& tensor,
+    c10::SymIntArrayRef size,
+    std::optional<at::MemoryFormat> format) {
+  auto* changed = tensor.unsafeGetTensorImpl();
+  changed->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  if (format) changed->empty_tensor_restride(*format);
+  const size_t end = tensor.storage_offset() + tensor.numel();
+  if (end * tensor.element_size() > tensor.storage().nbytes())
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(
+        tensor.storage(), end * tensor.element_size());
+  return tensor;
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  if (from.sizes() != to.sizes()) at::native::resize_(to, from.sizes(), std::nullopt);
+  if (from.sizes() != to.sizes()) to.resize_(from.sizes());
   return copy_from(from, to, false);
 }
 
@@ -119,13 +133,6 @@ at::Tensor reshape_alias(
 
 at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef size) {
   return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size));
-}
-
-const at::Tensor& resize_(
-    const at::Tensor& tensor,
-    c10::SymIntArrayRef size,
-    std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
 at::Tensor& set_storage_offset(

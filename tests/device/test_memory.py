@@ -31,8 +31,6 @@ def test_out_of_memory_by_the_limit_of_each_device(device: torch.device) -> None
     with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 16777216"):
         torch.empty(16 * MB, dtype=torch.uint8, device=device)
     torch.empty(16 * MB, dtype=torch.uint8, device="tdev:1")
-    stats = torch.accelerator.memory_stats(0)
-    assert stats["num_ooms"] >= 1
 
 
 def test_cache_is_given_back_before_memory_ends(device: torch.device) -> None:

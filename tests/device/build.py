@@ -100,4 +100,5 @@ def _run(command: list[str], product: Path, *sources: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(built())
+    missing = missing_compiler()
+    print(f"{missing} is missing, nothing is built" if missing else built())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = None
     if not all(item.path.is_relative_to(FOLDER) for item in items):
         reason = "the test device is torch's for the whole process: make test-device"
+    elif sys.platform != "linux":
+        reason = "the test device maps its memory as only Linux can"
     elif compiler := build.missing_compiler():
         reason = f"{compiler}, which builds the test device, is not installed"
     for item in items:

@@ -20,8 +20,8 @@ WORKERS ?= 2
 # process, and files come in their order, so that rank pools are kept and no long file
 # is left for the end.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Tests of what is not installed for the others; each has a target.
-WITHOUT := --ignore=tests/integrations --ignore=tests/ray
+# Tests of what is not installed for the others, or changes torch; each has a target.
+WITHOUT := --ignore=tests/integrations --ignore=tests/ray --ignore=tests/device
 # Of the pure tests, those of many simulated runs and searches for plans are left out.
 QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim \
 	tests/test_architecture.py tests/test_config.py \
@@ -34,7 +34,7 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-full test-tenth test-integrations test-ray test-ray-full \
-	test-wheel test-floor fuzz lint types docs bench format clean
+	test-device test-wheel test-floor fuzz lint types docs bench format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -64,6 +64,11 @@ test-ray: $(RAY_STAMP) ## runs on a Ray cluster of several nodes on this machine
 
 test-ray-full: $(RAY_STAMP) $(INTEGRATIONS_STAMP) ## the slow ones as well
 	$(PYTEST) tests/ray
+
+# Built beforehand, so that no test's time is spent on it.
+test-device: $(STAMP) ## streams, memory and models on the test device (C++ compiler)
+	$(BIN)/python -m tests.device.build
+	$(PYTEST) tests/device
 
 test-wheel: $(STAMP) ## two ranks from the wheel, installed without extras
 	rm -rf build/wheel build/bare

@@ -1,9 +1,9 @@
 """An accelerator made of threads, for machines that have none.
 
-`register()` makes the device `tdev` known to torch: the type of `torch.accelerator`, with
-streams, events, pinned memory and an allocator of its own. A child process with
-`AUTOLOAD` in its PYTHONPATH has it as soon as it has imported torch, as with any device
-outside torch's own sources; its environment configures it:
+`register()` makes the device `tdev` known to torch, with streams, events, pinned memory
+and an allocator of its own. A process with `AUTOLOAD` in its PYTHONPATH has it once it
+has imported torch, as with any device outside torch's sources. The environment
+configures it:
 
 | variable | example | meaning |
 |---|---|---|

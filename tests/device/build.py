@@ -26,16 +26,16 @@ SOURCES = Path(__file__).parent / "csrc"
 BUILDS = Path(__file__).parents[2] / "build" / "test_device"
 COMPILER = os.environ.get("CXX", "c++")
 INCLUDES = [*include_paths(), sysconfig.get_paths()["include"]]
+LIBRARIES = [str(Path(each).resolve()) for each in library_paths()]
 COMPILE = [
     *[COMPILER, "-c", "-std=c++20", "-O1", "-Wall", "-fPIC"],
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     f"-DTORCH_EXTENSION_NAME={NAME}",
-    *(part for each in INCLUDES for part in ("-isystem", each)),
+    *(part for each in INCLUDES for part in ("-isystem", str(Path(each).resolve()))),
 ]
 LINK = [
     *[COMPILER, "-shared", "-Wl,--no-as-needed"],
-    *(f"-L{each}" for each in library_paths()),
-    *(f"-Wl,-rpath,{each}" for each in library_paths()),
+    *(part for each in LIBRARIES for part in (f"-L{each}", f"-Wl,-rpath,{each}")),
     *["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"],
 ]
 
@@ -100,4 +100,5 @@ def _run(command: list[str], product: Path, *sources: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(built())
+    missing = missing_compiler()
+    print(f"{missing} is missing, nothing is built" if missing else built())

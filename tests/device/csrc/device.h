@@ -1,8 +1,8 @@
 // The test device: an accelerator made of threads, for machines that have none.
 //
-// A stream is a thread with a queue of tasks. Device memory is mapped twice: programs
-// hold an address that the host cannot touch (SIGSEGV), and the streams' threads use
-// the second mapping of the same memory, `host_pointer`.
+// A stream is a thread with a queue of tasks. Device memory is mapped twice: programs hold an
+// address that the host cannot touch (SIGSEGV), and the streams' threads use the second mapping
+// of the same memory, `host_pointer`.
 //
 //   caller's thread             stream 0 (default)        stream 1 .. 32 (pool)
 //   operator ── launch ───────► kernel
@@ -14,14 +14,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
 
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstdint>
 #include <functional>
 #include <future>
 
@@ -39,8 +37,8 @@ using Mark = std::shared_future<Clock::time_point>;
 // Every value may change while streams run; kernels read them when they start.
 struct Settings {
   std::atomic<int> device_count{2};
-  // Longest delay before a kernel (µs), on default streams and on all others; with a
-  // seed every delay is drawn below it, else it is the same for all.
+  // Longest delay before a kernel (µs), on default streams and on all others; with a seed
+  // every delay is drawn below it, else it is the same for all.
   std::atomic<int64_t> main_delay_us{0}, side_delay_us{0};
   std::atomic<uint64_t> delay_seed{0};
   // Speed: time that a kernel takes (µs), and what each element adds (ns).
@@ -51,9 +49,8 @@ Settings& settings();
 
 // ---- streams.cpp
 
-// Appends a kernel: it is delayed and takes time as `settings` say. Any thread may call
-// this, with or without the GIL. An exception of `task` is raised by the device's next
-// synchronisation.
+// Appends a kernel: it is delayed and takes time as `settings` say. Any thread may call this,
+// with or without the GIL. The device's next synchronisation raises what `task` throws.
 void launch(const c10::Stream& stream, int64_t elements, Task task);
 // Appends a task that takes no time of the device: bookkeeping.
 void enqueue(const c10::Stream& stream, Task task);
@@ -61,20 +58,19 @@ void enqueue(const c10::Stream& stream, Task task);
 Mark mark(const c10::Stream& stream);
 void block(const c10::Stream& stream, Mark mark);
 bool is_reached(const Mark& mark);
-// Waits without the GIL, also where the caller holds it.
-void wait(const Mark& mark);
+void wait(const Mark& mark); // releases the GIL where the caller holds it
 
 bool is_idle(const c10::Stream& stream);
-// Waits for the stream, then raises what a kernel of its device has raised.
+// Waits for the stream, then raises what a kernel of its device has thrown.
 void synchronize(const c10::Stream& stream);
 void synchronize_device(int device);
 
 c10::Stream stream_of(int device, int64_t id); // id 0 is the default stream
 c10::Stream next_stream(int device); // of the pool, in turn
-int current_device();
-int exchange_device(int device); // returns the previous one; -1 changes nothing
 c10::Stream current_stream(int device);
 c10::Stream exchange_stream(const c10::Stream& stream);
+int current_device();
+int exchange_device(int device); // returns the previous one; -1 changes nothing
 
 int64_t kernel_count();
 // True in a child of a process that had used the device: its streams have no threads.
@@ -93,15 +89,13 @@ bool is_pinned(const void* pointer);
 void record_pinned(const void* pointer, const c10::Stream& stream);
 // Where the streams' threads find the memory of a device pointer.
 void* host_pointer(const void* device_pointer);
-// A CPU tensor over the memory of a device tensor, of which it keeps nothing alive; for
-// the streams' threads.
+// A CPU tensor over a device tensor's memory, for the streams' threads; keeps nothing alive.
 at::Tensor host_view(const at::Tensor& tensor);
 
 // ---- guard.cpp
 
 void register_hooks();
-// Default generator of a device (-1: the current one).
-const at::Generator& default_generator(int device);
+const at::Generator& default_generator(int device); // -1: of the current device
 // The CPU generator that draws for a generator of this device.
 at::Generator host_generator(const at::Generator& generator);
 

@@ -1,4 +1,4 @@
-// Streams: a thread per stream, its delays and its speed, marks, failures.
+// Streams: a thread for each, its delays and its speed, marks, failures.
 #include "device.h"
 
 #include <Python.h>
@@ -6,25 +6,25 @@
 
 #include <condition_variable>
 #include <deque>
-#include <exception>
 #include <mutex>
 #include <thread>
 
 namespace test_device {
 namespace {
 
+using Lock = std::unique_lock<std::mutex>;
 using Microseconds = std::chrono::duration<double, std::micro>;
 constexpr int64_t NO_KERNEL = -1;
 
 std::atomic<bool> is_stopping{false}, is_used{false}, is_forked{false};
 std::atomic<int64_t> kernels{0};
 
-// The first exception of each device's kernels since its last synchronisation.
+// The first exception of each device's kernels since its last synchronisation. Threads
+// outlive static destructors, so that nothing that they use is ever destroyed.
 struct Failures {
   std::mutex mutex;
   std::array<std::exception_ptr, MAX_DEVICES> first;
 };
-// Threads outlive static destructors, so that nothing here is ever destroyed.
 Failures& failures() {
   static auto* all = new Failures;
   return *all;
@@ -33,7 +33,7 @@ Failures& failures() {
 void raise_failure(int device) {
   std::exception_ptr failure;
   {
-    std::lock_guard<std::mutex> lock(failures().mutex);
+    Lock lock(failures().mutex);
     std::swap(failure, failures().first[device]);
   }
   if (failure) std::rethrow_exception(failure);
@@ -53,28 +53,18 @@ class Worker {
 
   void put(int64_t elements, Task run) {
     use_in_this_process();
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!is_started_) {
-      is_started_ = true;
-      std::thread([this] { serve(); }).detach();
-    }
+    Lock lock(mutex_);
+    if (!is_started_) std::thread([this] { serve(); }).detach();
+    is_started_ = true;
     queue_.push_back({elements, std::move(run)});
     queued_.notify_one();
   }
 
+  bool is_started() { return Lock(mutex_), is_started_; }
+  bool is_busy() { return Lock(mutex_), is_busy_; }
   bool is_idle() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     return queue_.empty() && !is_busy_;
-  }
-
-  bool is_started() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return is_started_;
-  }
-
-  bool is_busy() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return is_busy_;
   }
 
  private:
@@ -86,24 +76,25 @@ class Worker {
   [[noreturn]] void serve() {
     for (;;) {
       Entry entry = next();
+      const bool is_kernel = entry.elements != NO_KERNEL;
+      if (is_kernel) delay();
       const auto started = Clock::now();
-      if (entry.elements != NO_KERNEL) delay();
       try {
         entry.run();
       } catch (...) {
-        std::lock_guard<std::mutex> lock(failures().mutex);
+        Lock lock(failures().mutex);
         auto& first = failures().first[device_];
         if (!first) first = std::current_exception();
       }
       entry.run = nullptr; // frees what it holds before the stream counts as idle
-      if (entry.elements != NO_KERNEL) take_time(started, entry.elements);
-      std::lock_guard<std::mutex> lock(mutex_);
+      if (is_kernel) take_time(started, entry.elements);
+      Lock lock(mutex_);
       is_busy_ = false;
     }
   }
 
   Entry next() {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     queued_.wait(lock, [&] { return !queue_.empty() && !is_stopping; });
     Entry entry = std::move(queue_.front());
     queue_.pop_front();
@@ -112,25 +103,21 @@ class Worker {
   }
 
   void delay() {
-    const auto& all = settings();
-    const int64_t longest_us = id_ == 0 ? all.main_delay_us : all.side_delay_us;
-    const uint64_t seed = all.delay_seed;
     kernels++;
+    const int64_t longest_us = id_ == 0 ? settings().main_delay_us : settings().side_delay_us;
+    const uint64_t seed = settings().delay_seed;
     if (longest_us == 0) return;
-    const uint64_t stream = device_ * STREAMS + id_;
-    const double part = seed == 0 ? 1.0 : drawn(seed, stream, number_++);
+    const double part = seed == 0 ? 1.0 : drawn(seed, device_ * STREAMS + id_, number_++);
     std::this_thread::sleep_for(Microseconds(part * longest_us));
   }
 
-  // The kernels of a busy stream take their times one after the other, whatever the
-  // machine needs for each of them or for waking this thread up.
+  // The kernels of a busy stream take their times one after the other, whatever the machine
+  // needs for each of them or for waking this thread up.
   void take_time(Clock::time_point started, int64_t elements) {
-    const auto& all = settings();
-    const Microseconds cost(
-        all.kernel_us[device_] + 1e-3 * all.element_ns[device_] * elements);
+    const double kernel_us = settings().kernel_us[device_];
+    const Microseconds cost(kernel_us + 1e-3 * settings().element_ns[device_] * elements);
     if (cost.count() == 0) return;
-    const auto last = std::chrono::duration_cast<Clock::duration>(cost);
-    free_at_ = std::max(free_at_, started) + last;
+    free_at_ = std::max(free_at_, started) + std::chrono::duration_cast<Clock::duration>(cost);
     std::this_thread::sleep_until(free_at_);
   }
 
@@ -139,7 +126,7 @@ class Worker {
   std::condition_variable queued_;
   std::deque<Entry> queue_;
   bool is_started_ = false, is_busy_ = false;
-  uint64_t number_ = 0;
+  uint64_t number_ = 0; // of drawn delays
   Clock::time_point free_at_;
 };
 
@@ -152,10 +139,7 @@ Worker& worker(int device, int64_t id) {
   }();
   return *all->at(device).at(id);
 }
-
-Worker& worker(const c10::Stream& stream) {
-  return worker(stream.device_index(), stream.id());
-}
+Worker& worker(const c10::Stream& stream) { return worker(stream.device_index(), stream.id()); }
 
 thread_local int device_now = 0;
 thread_local std::array<int64_t, MAX_DEVICES> streams_now{};
@@ -175,7 +159,6 @@ Settings& settings() {
 void launch(const c10::Stream& stream, int64_t elements, Task task) {
   worker(stream).put(elements, std::move(task));
 }
-
 void enqueue(const c10::Stream& stream, Task task) {
   worker(stream).put(NO_KERNEL, std::move(task));
 }
@@ -186,30 +169,23 @@ Mark mark(const c10::Stream& stream) {
   enqueue(stream, [reached] { reached->set_value(Clock::now()); });
   return result;
 }
-
 void block(const c10::Stream& stream, Mark mark) {
   enqueue(stream, [mark = std::move(mark)] { mark.wait(); });
 }
-
 bool is_reached(const Mark& mark) {
   return mark.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
-
 void wait(const Mark& mark) {
   PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
   mark.wait();
   if (state) PyEval_RestoreThread(state);
 }
 
-bool is_idle(const c10::Stream& stream) {
-  return worker(stream).is_idle();
-}
-
+bool is_idle(const c10::Stream& stream) { return worker(stream).is_idle(); }
 void synchronize(const c10::Stream& stream) {
   wait(mark(stream));
   raise_failure(stream.device_index());
 }
-
 void synchronize_device(int device) {
   std::vector<Mark> marks;
   for (int id = 0; id < STREAMS; id++)
@@ -219,51 +195,29 @@ void synchronize_device(int device) {
 }
 
 c10::Stream stream_of(int device, int64_t id) {
-  const c10::Device at(TYPE, static_cast<c10::DeviceIndex>(device));
-  return c10::Stream(c10::Stream::UNSAFE, at, id);
+  const c10::Device place(TYPE, static_cast<c10::DeviceIndex>(device));
+  return c10::Stream(c10::Stream::UNSAFE, place, id);
 }
-
 c10::Stream next_stream(int device) {
   return stream_of(device, 1 + streams_taken.at(device)++ % (STREAMS - 1));
 }
-
-int current_device() {
-  return device_now;
-}
-
-int exchange_device(int device) {
-  const int previous = device_now;
-  TORCH_CHECK(
-      device < settings().device_count, "test device: no device of index ", device);
-  if (device >= 0) device_now = device;
-  return previous;
-}
-
-c10::Stream current_stream(int device) {
-  return stream_of(device, streams_now.at(device));
-}
-
+c10::Stream current_stream(int device) { return stream_of(device, streams_now.at(device)); }
 c10::Stream exchange_stream(const c10::Stream& stream) {
-  const auto previous = current_stream(stream.device_index());
-  streams_now.at(stream.device_index()) = stream.id();
-  return previous;
+  const int device = stream.device_index();
+  return stream_of(device, std::exchange(streams_now.at(device), stream.id()));
+}
+int current_device() { return device_now; }
+int exchange_device(int device) {
+  TORCH_CHECK(device < settings().device_count, "test device: no device of index ", device);
+  return std::exchange(device_now, device < 0 ? device_now : device);
 }
 
-int64_t kernel_count() {
-  return kernels;
-}
-
-bool is_in_bad_fork() {
-  return is_forked;
-}
-
+int64_t kernel_count() { return kernels; }
+bool is_in_bad_fork() { return is_forked; }
 void use_in_this_process() {
-  TORCH_CHECK(
-      !is_forked, "test device: cannot be used in a forked process, use spawn");
-  if (!is_used.exchange(true))
-    pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
+  TORCH_CHECK(!is_forked, "test device: cannot be used in a forked process, use spawn");
+  if (!is_used.exchange(true)) pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
 }
-
 void stop() {
   is_stopping = true;
   const auto end = Clock::now() + std::chrono::seconds(1);

@@ -50,7 +50,7 @@ def test_a_state_is_that_of_a_synchronisation(
     if isinstance(averager, OverlappedAverager):
         averager.snapshot(1.0)
         for call in (averager.state_dict, lambda: averager.load_state_dict(before)):
-            with pytest.raises(ProtocolError, match="came when a drift has been sent"):
+            with pytest.raises(ProtocolError, match="called when a drift has been"):
                 call()
         averager.begin(reduction)
         averager.adopt(reduction, drained=True)

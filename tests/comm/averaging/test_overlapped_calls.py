@@ -48,7 +48,7 @@ Calls = Callable[[OverlappedAverager], object]
         ("0", lambda a: a.adopt(plan()), r"adopt\(\) was called when a snapshot has"),
         ("s", lambda a: a.snapshot(1.0), r"snapshot\(\) was called when a drift has"),
         ("sb", lambda a: a.snapshot(1.0), r"snapshot\(\) was called when a reduction"),
-        ("0", lambda a: a.begin(plan()), "it has not sent one"),
+        ("0", lambda a: a.begin(plan()), "has not been sent"),
         ("s", lambda a: a.begin(plan(weight=0.0)), "of weight 0.0 in the plan, has"),
         ("sb", lambda a: a.begin(plan()), r"begin\(\) was called when a reduction"),
         ("sb", lambda a: a.rebase(), r"rebase\(\) was called when a reduction"),

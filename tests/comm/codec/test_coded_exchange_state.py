@@ -108,9 +108,9 @@ def test_nothing_is_committed_before_anything_was_begun() -> None:
 def test_one_message_is_under_way_at_a_time() -> None:
     _, ends = exchanges(2, CODECS["int8"], 11)
     ends[0].begin(0)
-    with pytest.raises(ProtocolError, match=r"begin\(\) came when a message"):
+    with pytest.raises(ProtocolError, match=r"begin\(\) was called when a"):
         ends[0].begin(0)
-    with pytest.raises(ProtocolError, match=r"load_residual\(\) came when"):
+    with pytest.raises(ProtocolError, match=r"load_residual\(\) was called when"):
         ends[0].load_residual(ends[1].residual)
 
 

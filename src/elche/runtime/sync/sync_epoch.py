@@ -42,7 +42,7 @@ from elche.runtime.sync.step_account import Step, StepAccount, open_steps
 EXCLUDED_POLL_S = 1.0
 """Poll interval of an excluded rank (s)."""
 TOO_EARLY = (
-    f"a rank has died, and {EARLY}, whose part of the epoch is over or reported: "
+    f"a rank has died, but {EARLY}, whose part of the epoch is over or reported: "
     "restart the run from its last checkpoint (--max-restarts)"
 )
 

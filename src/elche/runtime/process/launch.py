@@ -8,8 +8,10 @@ terminated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,6 +39,7 @@ class LaunchedRun:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
+        self._loop = asyncio.get_running_loop()
         self._backend = (config.backend or LocalRanks)(config)
         self._key = secrets.token_bytes(KEY_BYTES)
         self._server = server = KeptCoordinator(
@@ -50,7 +53,9 @@ class LaunchedRun:
         self._store = None if here is None else TorchStore(here)
         if config.display is not None:
             server.on_message = config.display.see
-        self.processes = RankProcesses(server, self._backend.fence)
+        self.processes = RankProcesses(
+            server, self._backend.fence, self._backend.end_waiting
+        )
         self.processes.on_outlived = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
         may_grow, pipe = bool(config.rejoin), self._backend.pipe
@@ -65,14 +70,14 @@ class LaunchedRun:
         self._server.start()  # while the ranks import
         await self.processes.wait()
 
-    @property
-    def is_over(self) -> bool:
-        """True if every rank has left, or the run was aborted."""
-        return self._server.status.is_finished or self._server.aborted is not None
+    def interrupt(self, number: signal.Signals) -> None:
+        """Calls `RankProcesses.interrupt`, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.processes.interrupt, number)
 
     async def join(self, place: int) -> None:
         """Starts another rank, which joins the run, unless that is over."""
-        if not self.is_over:
+        if not (self._server.status.is_finished or self._server.aborted):
             facts = replace(self._facts, joins=True)
             await self._start(len(self._places), place, facts)
 

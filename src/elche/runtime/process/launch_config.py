@@ -56,6 +56,9 @@ class RankBackend(Protocol):
     async def fence(self, process: RankProcess) -> None:
         """Kills a process (a stopped one, too) that the run continues without."""
 
+    def end_waiting(self) -> None:
+        """Ends ranks that no machine has had room for yet."""
+
     async def close(self) -> None:
         """Reads the ranks' remaining output, and releases all resources."""
 
@@ -141,7 +144,11 @@ class LaunchConfig:
             return len(self.devices)
         if self.speeds is not None:
             return len(self.speeds)
-        return self.num_ranks if self.num_ranks is not None else _device_count()
+        if self.num_ranks is not None:
+            return self.num_ranks
+        import torch
+
+        return torch.cuda.device_count() if torch.cuda.is_available() else 1
 
     def device_environment(self, place: int) -> dict[str, str]:
         """Variables of a rank's device, or of its emulation."""
@@ -154,14 +161,6 @@ class LaunchConfig:
             "ELCHE_MS_PER_SAMPLE": repr(self.ms_per_sample),
             "ELCHE_FIXED_MS": repr(self.fixed_ms),
         }
-
-    def device_names(self) -> tuple[str, ...] | None:
-        """Each rank's device, as ranks choose it by default; None for emulated ones."""
-        if self.speeds is not None or self.devices is not None:
-            return self.devices
-        count = _device_count(without=0)
-        ranks = range(self.world_size)
-        return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +191,6 @@ class LaunchResult:
         if self.signal:
             return 128 + self.signal
         return 0 if self.failed_first is None else self.exit_codes[self.failed_first]
-
-
-def _device_count(without: int = 1) -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else without
 
 
 def python_command(*arguments: str) -> tuple[str, ...]:

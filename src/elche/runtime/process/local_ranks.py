@@ -83,6 +83,9 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
+    def end_waiting(self) -> None:
+        """Does nothing: no rank waits for this machine."""
+
     async def close(self) -> None:
         """See `RankBackend`."""
         await self._output.close()

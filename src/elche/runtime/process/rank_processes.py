@@ -57,6 +57,7 @@ class RankProcesses:
     Args:
         server: the run's coordinator, notified of ends and of interruptions.
         fence: kills a process that the run continues without.
+        end_waiting: see `RankBackend`.
 
     Attributes:
         signal: the first signal that the launcher was sent, if any.
@@ -71,9 +72,10 @@ class RankProcesses:
         self,
         server: KeptCoordinator,
         fence: Callable[[RankProcess], Awaitable[None]],
+        end_waiting: Callable[[], None],
     ) -> None:
         self._server = server
-        self._fence = fence
+        self._fence, self._end_waiting = fence, end_waiting
         self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
@@ -109,6 +111,7 @@ class RankProcesses:
         if self.signal is not None:
             self._kill()
             return
+        self._end_waiting()
         self.signal, status = number, self._server.status
         self.interruption = f"interrupted: the launcher was sent {number.name}"
         sent = number if number in SIGNALS else signal.SIGTERM
@@ -177,6 +180,7 @@ class RankProcesses:
                 if is_outlived and self.on_outlived and math.isinf(deadline_s):
                     await self.on_outlived(rank)
             if self._run_is_over:
+                self._end_waiting()
                 patience_s = min(patience_s, GRACE_S)
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
         await self._terminate()

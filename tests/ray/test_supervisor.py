@@ -1,0 +1,89 @@
+"""The supervisor of a run on Ray, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import elche.ray
+from elche.errors import CommunicationError
+from elche.ray import supervisor
+from elche.ray.rank_specs import NODE_LABEL
+from elche.ray.ray_ranks import RayProcess
+from elche.ray.supervisor import Job, Supervisor
+from elche.runtime.process.restarts import RestartConfig
+
+
+def test_a_start_that_fails_in_an_unforeseen_way_ends() -> None:
+    async def fail(process: RayProcess) -> int:
+        raise ValueError("no such resource")
+
+    async def start() -> int:
+        process = RayProcess(fail, lambda: None)
+        return await asyncio.wait_for(process.wait(), 5.0)
+
+    assert asyncio.run(start()) == 1
+
+
+class Run:
+    """A launched run, and the places of its ranks, as the supervisor sees them."""
+
+    def __init__(self) -> None:
+        self.interrupted: list[int] = []
+        self.joined: list[int] = []
+        self.moved: list[tuple[int, str]] = []
+
+    def interrupt(self, number: signal.Signals) -> None:
+        self.interrupted.append(number)
+
+    async def join(self, place: int) -> None:
+        self.joined.append(place)
+
+    def add(self, spec: elche.ray.RankSpec) -> int:
+        return 7
+
+    def move(self, place: int, spec: elche.ray.RankSpec) -> None:
+        self.moved.append((place, spec.label_selector[NODE_LABEL]))
+
+
+def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:
+    job = Job(
+        ranks=[],
+        command=(),
+        call=b"",
+        launch={},
+        restarts=RestartConfig(),
+        start_s=1.0,
+    )
+    made: Any = Supervisor(job)
+    first, second = Run(), Run()
+    made.interrupt(signal.SIGINT)
+    made._begin(first)
+    assert first.interrupted == [signal.SIGINT]
+    made.interrupt(signal.SIGTERM)
+    made._begin(second)
+    assert second.interrupted == [signal.SIGTERM]
+
+
+def test_nodes_come_and_go_and_ray_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is survived; a lasting one ends the run by name."""
+    seen: Iterator[Any] = iter([OSError("away"), ["a", "b"], ["b", "c"], ["b", "c"]])
+
+    def fitting(ranks: Any) -> Any:
+        if isinstance(found := next(seen, OSError("gone")), list):
+            return found
+        raise found
+
+    monkeypatch.setattr(supervisor, "_fitting", fitting)
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.0)
+    run: Any = Run()
+    places = {"a": 0}
+    with pytest.raises(CommunicationError, match=r"30 times in a row .*gone"):
+        asyncio.run(supervisor._add_nodes(run, run, elche.ray.per_node(), places))
+    assert (run.joined, run.moved) == ([7], [(0, "c")])
+    assert places == {"b": 7, "c": 0}
+    assert run.interrupted == [signal.SIGTERM]

@@ -29,21 +29,21 @@ def test_a_wrong_spec_is_refused_by_name(wrong: dict[str, Any]) -> None:
         elche.ray.RankSpec(**wrong)
 
 
-@pytest.mark.parametrize("ranks", [2, elche.ray.RankSpec(), [{"CPU": 1}]])
-def test_ranks_that_are_no_specs_are_refused(ranks: Any) -> None:
-    with pytest.raises(ConfigError, match="RankSpec"):
-        elche.ray.run(print, ranks)
-
-
-def test_a_variable_that_is_no_text_is_refused() -> None:
-    wrong: dict[str, Any] = {"SEED": 1}
-    with pytest.raises(ConfigError, match="'SEED'"):
-        elche.ray.run(print, [elche.ray.RankSpec()], environment=wrong)
-
-
-def test_a_function_that_cannot_be_pickled_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pickle"):
-        elche.ray.run(print, [elche.ray.RankSpec()], args=(sys._getframe(),))
+@pytest.mark.parametrize(
+    ("ranks", "options", "says"),
+    [
+        (2, {}, "RankSpec"),
+        (elche.ray.RankSpec(), {}, "RankSpec"),
+        ([{"CPU": 1}], {}, "RankSpec"),
+        ([elche.ray.RankSpec()], {"environment": {"SEED": 1}}, "'SEED'"),
+        ([elche.ray.RankSpec()], {"args": (sys._getframe(),)}, "pickle"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    ranks: Any, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        elche.ray.run(print, ranks, **options)
 
 
 def test_without_ray_the_extra_is_named() -> None:

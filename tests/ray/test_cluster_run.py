@@ -39,15 +39,7 @@ KINDS = ("fast", "middle", "slow")
 
 @dataclass(frozen=True)
 class Line:
-    """A batch of a rank.
-
-    Attributes:
-        at_s: when it was done, by this machine's monotonic clock.
-        pid: of the rank's process.
-        world: ranks then.
-        epoch: of the batch.
-        positions: that the rank trained.
-    """
+    """A batch of a rank: its end by the monotonic clock, process, world size then."""
 
     at_s: float
     pid: int
@@ -58,12 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Counted:
-    """A run of `count`.
-
-    Attributes:
-        folder: of its logs.
-        ending: its result.
-    """
+    """A run of `count`: the folder of its logs, and its result."""
 
     folder: Path
     ending: Future[Any]

@@ -15,6 +15,7 @@ from elche.ray import supervisor
 from elche.ray.rank_specs import NODE_LABEL
 from elche.ray.ray_ranks import RayProcess
 from elche.ray.supervisor import Job, Supervisor
+from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.restarts import RestartConfig
 
 
@@ -23,7 +24,7 @@ def test_a_start_that_fails_in_an_unforeseen_way_ends() -> None:
         raise ValueError("no such resource")
 
     async def start() -> int:
-        process = RayProcess(fail, lambda: None)
+        process = RayProcess(fail)
         return await asyncio.wait_for(process.wait(), 5.0)
 
     assert asyncio.run(start()) == 1
@@ -51,15 +52,7 @@ class Run:
 
 
 def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:
-    job = Job(
-        ranks=[],
-        command=(),
-        call=b"",
-        launch={},
-        restarts=RestartConfig(),
-        start_s=1.0,
-    )
-    made: Any = Supervisor(job)
+    made: Any = Supervisor(Job([], b"", LaunchConfig(command=()), RestartConfig(), 1.0))
     first, second = Run(), Run()
     made.interrupt(signal.SIGINT)
     made._begin(first)

@@ -55,14 +55,12 @@ class RayRanks:
         self, config: LaunchConfig, specs: Sequence[RankSpec], job: Job
     ) -> None:
         self.pipe = -1
-        self._world_size, self._job = config.world_size, job
-        self._address = get_node_ip_address()
+        self._config, self._job = config, job
         self._groups: list[PlacementGroup] = []
-        self._places: list[tuple[RankSpec, PlacementGroup, int]] = []
         self._hosts: dict[int, Any] = {}
         self._processes: list[RayProcess] = []
         self.results: dict[int, bytes] = {}
-        self._places += self._reserve(*specs)
+        self._places = self._reserve(*specs)
 
     def _reserve(self, *specs: RankSpec) -> list[tuple[RankSpec, PlacementGroup, int]]:
         """Requests bundles on nodes in one placement group."""
@@ -84,7 +82,7 @@ class RayRanks:
 
     def listen(self) -> socket.socket:
         """See `RankBackend`."""
-        return listen(self._address, 0)
+        return listen(get_node_ip_address(), 0)
 
     async def start(
         self, rank: int, place: int, environment: dict[str, str]
@@ -92,10 +90,7 @@ class RayRanks:
         """See `RankBackend`."""
         if not self._places[place][0].resources.get("GPU"):
             environment.setdefault("ELCHE_DEVICE", "cpu")
-        process = RayProcess(
-            lambda process: self._run(process, rank, place, environment),
-            lambda: self._drop(place),
-        )
+        process = RayProcess(lambda own: self._run(own, rank, place, environment))
         self._processes.append(process)
         return process
 
@@ -107,12 +102,12 @@ class RayRanks:
         lacks = f"no node has {dict(spec.resources)} free"
         if spec.label_selector:
             lacks += f", with labels {dict(spec.label_selector)}"
-        loop = asyncio.get_running_loop()
+        loop, code = asyncio.get_running_loop(), None
         saying = loop.call_later(
             SAY_S, logger.warning, "rank %d waits: %s", rank, lacks
         )
         try:
-            is_first = rank < self._world_size
+            is_first = rank < self._config.world_size
             starting = self._begin(process, place, environment)
             await asyncio.wait_for(starting, start_s if is_first else None)
             saying.cancel()
@@ -126,24 +121,24 @@ class RayRanks:
             why = f"its process cannot be started: {error.cause}"
         except RayError as error:
             logger.warning("rank %d: its node or actor has died: %s", rank, error)
-            self._drop(place)
             return KILLED
         finally:
             saying.cancel()
+            if code is None:
+                self._drop(place)
         logger.error("rank %d: %s", rank, why)
         self.results[rank] = pickle.dumps((None, why, ""))
-        self._drop(place)
         return 1
 
     async def _begin(
         self, process: RayProcess, place: int, environment: dict[str, str]
     ) -> None:
         """Starts a process as soon as a node has room for it."""
-        job = self._job
+        command, call = self._config.command, self._job.call
         while not process.has_started:
             host = process.host = self._host(place)
             try:
-                await host.start.remote(job.command, job.call, environment)
+                await host.start.remote(command, call, environment)
                 process.has_started = True
             except RayTaskError:  # it would fail again
                 raise
@@ -205,7 +200,6 @@ class RayProcess:
 
     Args:
         run: starts the process, waits for its end, and returns its exit code.
-        drop: kills its actor.
 
     Attributes:
         host: its actor.
@@ -217,14 +211,11 @@ class RayProcess:
 
     pid = None
 
-    def __init__(
-        self, run: Callable[[RayProcess], Any], drop: Callable[[], None]
-    ) -> None:
+    def __init__(self, run: Callable[[RayProcess], Any]) -> None:
         self.host: Any = None
         self.has_started = False
         self.returncode: int | None = None
         self.trouble = ""
-        self._drop = drop
         self.running: asyncio.Task[int] = asyncio.ensure_future(run(self))
         self.running.add_done_callback(self._note_end)
 
@@ -241,8 +232,7 @@ class RayProcess:
         return self.returncode or 0
 
     def give_up(self, code: int) -> None:
-        """Kills its actor, and takes it for ended."""
-        self._drop()
+        """Takes it for ended; its actor is killed."""
         self.returncode = code
         self.running.cancel()
 

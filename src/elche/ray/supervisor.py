@@ -11,6 +11,7 @@ import logging
 import signal
 import sys
 import threading
+from dataclasses import replace
 from typing import Final, final
 
 import ray
@@ -68,12 +69,8 @@ class Supervisor:
             self._ranks = RayRanks(config, specs, job)
             return self._ranks
 
-        config = LaunchConfig(
-            command=job.command,
-            num_ranks=None if "speeds" in job.launch else len(specs),
-            backend=open_ranks,
-            **job.launch,
-        )
+        count = None if job.launch.speeds else len(specs)
+        config = replace(job.launch, num_ranks=count, backend=open_ranks)
         result = launch_with_restarts(config, job.restarts, _say, self._begin)
         if self._watching is not None and not self._watching.cancelled():
             self._watching.result()

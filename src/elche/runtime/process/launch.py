@@ -40,12 +40,12 @@ class LaunchedRun:
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._backend = (config.backend or LocalRanks)(config)
+        self._backend = backend = (config.backend or LocalRanks)(config)
         self._key = secrets.token_bytes(KEY_BYTES)
         self._server = server = KeptCoordinator(
             config.world_size,
             self._key,
-            listener := self._backend.listen(),
+            listener := backend.listen(),
             survives=config.network is None,
         )
         # An emulated network needs no rendezvous of torch's.
@@ -53,12 +53,10 @@ class LaunchedRun:
         self._store = None if here is None else TorchStore(here)
         if config.display is not None:
             server.on_message = config.display.see
-        self.processes = RankProcesses(
-            server, self._backend.fence, self._backend.end_waiting
-        )
+        self.processes = RankProcesses(server, backend.fence, backend.end_waiting)
         self.processes.on_outlived = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
-        may_grow, pipe = bool(config.rejoin), self._backend.pipe
+        may_grow, pipe = bool(config.rejoin), backend.pipe
         self._facts = LaunchFacts(pipe=pipe, may_grow=may_grow, resumes=True)
         self._places: dict[int, int] = {}  # place (device) of each rank
         self._replacements = config.rejoin

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Protocol, final
 
@@ -94,8 +94,20 @@ class RankProcesses:
         self._watchers.append(asyncio.ensure_future(self._watch(rank, process)))
 
     def handle_signals(self) -> None:
-        """Routes signals of this process to :meth:`interrupt`, or to the ranks."""
-        handle_signals(self._processes, self.interrupt)
+        """Routes signals of this process to ranks that handle them, or ends the run."""
+
+        def take(number: signal.Signals) -> None:
+            to = self._processes.values() if number in SCRIPTS else ()
+            handling = [process for process in to if _handles(process, number)]
+            for process in handling:
+                send_signal(process, number)
+            if not handling:
+                self.interrupt(number)
+
+        for number in (*SIGNALS, *SCRIPTS):
+            if number in SIGNALS or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                with contextlib.suppress(NotImplementedError):
+                    asyncio.get_running_loop().add_signal_handler(number, take, number)
 
     def interrupt(self, number: signal.Signals) -> None:
         """Handles a signal to the launcher: ends all ranks; a second one kills them.
@@ -247,25 +259,6 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def handle_signals(
-    processes: Mapping[int, RankProcess], interrupt: Callable[[signal.Signals], None]
-) -> None:
-    """Routes signals to ranks that handle them, else to ``interrupt``."""
-
-    def take(number: signal.Signals) -> None:
-        to = processes.values() if number in SCRIPTS else ()
-        handling = [process for process in to if _handles(process, number)]
-        for process in handling:
-            send_signal(process, number)
-        if not handling:
-            interrupt(number)
-
-    for number in (*SIGNALS, *SCRIPTS):
-        if number in SIGNALS or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            with contextlib.suppress(NotImplementedError):
-                asyncio.get_running_loop().add_signal_handler(number, take, number)
-
-
 def _handles(process: RankProcess, number: signal.Signals) -> bool:
     """Returns True if a process has a handler for a signal."""
     with contextlib.suppress(OSError):  # it has ended, or there is no /proc
@@ -277,13 +270,6 @@ def _handles(process: RankProcess, number: signal.Signals) -> bool:
 
 def has_terminal() -> bool:
     """True if this process group is the one that a terminal sends Ctrl-C to."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+    with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False

@@ -12,9 +12,9 @@ import pytest
 import elche.ray
 from elche.errors import CommunicationError
 from elche.ray import supervisor
-from elche.ray.rank_specs import NODE_LABEL
+from elche.ray.rank_specs import NODE_LABEL, Job
 from elche.ray.ray_ranks import RayProcess
-from elche.ray.supervisor import Job, Supervisor
+from elche.ray.supervisor import Supervisor
 from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.restarts import RestartConfig
 

@@ -112,8 +112,8 @@ def run(
                 f"expected text in environment, got {value!r} as {name!r}"
             )
     own = {"ELCHE_POLICY": policy, "ELCHE_MIN_RANKS": min_ranks}
-    own["ELCHE_SPEED_HINTS"] = ",".join(map(str, hints)) or None
-    variables |= {name: str(value) for name, value in own.items() if value is not None}
+    more = {**own, "ELCHE_SPEED_HINTS": ",".join(map(str, hints)) or None}
+    variables |= {name: str(each) for name, each in more.items() if each is not None}
     launch = LaunchConfig(
         command=(str(train), *map(str, args)) if is_script else (),
         speeds=None if speeds is None else tuple(speeds),

@@ -137,7 +137,7 @@ def check_counts(run: Counted, policy: str, world: int) -> None:
     "policy", ["sync", pytest.param("async", marks=pytest.mark.slow)]
 )
 def test_shares_follow_speed_and_a_run_survives_what_dies(
-    cluster: Any, tmp_path: Path, policy: str, record_property: Any
+    cluster: Any, tmp_path: Path, policy: str
 ) -> None:
     """Coordinator, rank, node: each dies once; the node's place waits for another."""
     figures: dict[str, float] = {}
@@ -183,7 +183,6 @@ def test_shares_follow_speed_and_a_run_survives_what_dies(
         assert run.stop()["world"] == 3
         assert {x.pid for x in run.lines(0)} == {pids[0]}  # in its process throughout
     check_counts(run, policy, 3)
-    record_property("seconds", figures)
     print("seconds to the next batch of the slowest survivor:", figures)
     # Survivors do not wait for a replacement, which must import torch first.
     assert figures["rank"] < figures["rank's replacement"], figures
@@ -319,13 +318,8 @@ def test_a_script_counts_each_position_once(cluster: Any, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["rank", "node"])
-def test_what_falls_silent_is_given_up(
-    cluster: Any, tmp_path: Path, what: str, record_property: Any
-) -> None:
-    """A node's raylet, actor and rank are stopped, or a rank alone, and continue later.
-
-    Nothing answers, nothing has ended. A rank alone is killed and replaced.
-    """
+def test_what_falls_silent_is_given_up(cluster: Any, tmp_path: Path, what: str) -> None:
+    """A node's raylet, actor and rank stop, or a rank alone; they continue too late."""
     with (
         nodes(cluster, "fast", "slow") as there,
         counting(
@@ -354,7 +348,6 @@ def test_what_falls_silent_is_given_up(
         finally:
             send(signal.SIGKILL, stopped)
     assert len(run.lines(1)) == trained
-    record_property("seconds", {f"silent {what}": silent_s})
     print(f"seconds until the survivor trains beside a silent {what}:", silent_s)
     check_counts(run, "sync", world)
 

@@ -6,13 +6,14 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 import elche.ray
 from elche.errors import CommunicationError
 from elche.ray import supervisor
-from elche.ray.rank_specs import NODE_LABEL, Job
+from elche.ray.rank_specs import Job
 from elche.ray.ray_ranks import RayProcess
 from elche.ray.supervisor import Supervisor
 from elche.runtime.process.launch_config import LaunchConfig
@@ -30,36 +31,15 @@ def test_a_start_that_fails_in_an_unforeseen_way_ends() -> None:
     assert asyncio.run(start()) == 1
 
 
-class Run:
-    """A launched run, and the places of its ranks, as the supervisor sees them."""
-
-    def __init__(self) -> None:
-        self.interrupted: list[int] = []
-        self.joined: list[int] = []
-        self.moved: list[tuple[int, str]] = []
-
-    def interrupt(self, number: signal.Signals) -> None:
-        self.interrupted.append(number)
-
-    async def join(self, place: int) -> None:
-        self.joined.append(place)
-
-    def add(self, spec: elche.ray.RankSpec) -> int:
-        return 7
-
-    def move(self, place: int, spec: elche.ray.RankSpec) -> None:
-        self.moved.append((place, spec.label_selector[NODE_LABEL]))
-
-
 def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:
     made: Any = Supervisor(Job([], b"", LaunchConfig(command=()), RestartConfig(), 1.0))
-    first, second = Run(), Run()
+    first, second = Mock(), Mock()
     made.interrupt(signal.SIGINT)
     made._begin(first)
-    assert first.interrupted == [signal.SIGINT]
+    first.interrupt.assert_called_once_with(signal.SIGINT)
     made.interrupt(signal.SIGTERM)
     made._begin(second)
-    assert second.interrupted == [signal.SIGTERM]
+    second.interrupt.assert_called_once_with(signal.SIGTERM)
 
 
 def test_nodes_come_and_go_and_ray_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +53,11 @@ def test_nodes_come_and_go_and_ray_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(supervisor, "_fitting", fitting)
     monkeypatch.setattr(supervisor, "LOOK_S", 0.0)
-    run: Any = Run()
+    run, there = Mock(join=AsyncMock()), Mock(add=Mock(return_value=7))
     places = {"a": 0}
     with pytest.raises(CommunicationError, match=r"30 times in a row .*gone"):
-        asyncio.run(supervisor._add_nodes(run, run, elche.ray.per_node(), places))
-    assert (run.joined, run.moved) == ([7], [(0, "c")])
+        asyncio.run(supervisor._add_nodes(run, there, elche.ray.per_node(), places))
+    run.join.assert_awaited_once_with(7)
+    there.move.assert_called_once_with(0, elche.ray.per_node().on("c"))
     assert places == {"b": 7, "c": 0}
-    assert run.interrupted == [signal.SIGTERM]
+    run.interrupt.assert_called_once_with(signal.SIGTERM)

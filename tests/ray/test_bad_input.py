@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import subprocess
 import sys
 from typing import Any
@@ -12,9 +10,6 @@ import pytest
 
 import elche.ray
 from elche.errors import ConfigError
-from elche.ray.ray_ranks import RayProcess
-from elche.ray.supervisor import Job, Supervisor
-from elche.runtime.process.restarts import RestartConfig
 
 
 @pytest.mark.parametrize(
@@ -34,21 +29,21 @@ def test_a_wrong_spec_is_refused_by_name(wrong: dict[str, Any]) -> None:
         elche.ray.RankSpec(**wrong)
 
 
-@pytest.mark.parametrize("ranks", [2, elche.ray.RankSpec(), [{"CPU": 1}]])
-def test_ranks_that_are_no_specs_are_refused(ranks: Any) -> None:
-    with pytest.raises(ConfigError, match="RankSpec"):
-        elche.ray.run(print, ranks)
-
-
-def test_a_variable_that_is_no_text_is_refused() -> None:
-    wrong: dict[str, Any] = {"SEED": 1}
-    with pytest.raises(ConfigError, match="'SEED'"):
-        elche.ray.run(print, [elche.ray.RankSpec()], environment=wrong)
-
-
-def test_a_function_that_cannot_be_pickled_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pickle"):
-        elche.ray.run(print, [elche.ray.RankSpec()], args=(sys._getframe(),))
+@pytest.mark.parametrize(
+    ("ranks", "options", "says"),
+    [
+        (2, {}, "RankSpec"),
+        (elche.ray.RankSpec(), {}, "RankSpec"),
+        ([{"CPU": 1}], {}, "RankSpec"),
+        ([elche.ray.RankSpec()], {"environment": {"SEED": 1}}, "'SEED'"),
+        ([elche.ray.RankSpec()], {"args": (sys._getframe(),)}, "pickle"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    ranks: Any, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        elche.ray.run(print, ranks, **options)
 
 
 def test_without_ray_the_extra_is_named() -> None:
@@ -64,58 +59,3 @@ def test_an_actor_that_ended_takes_its_rank_along() -> None:
     command = [sys.executable, "-m", "elche.launching.remote_rank", "0", "1", "-c", ""]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
     assert ended.returncode == 1
-
-
-def test_a_start_that_fails_in_an_unforeseen_way_ends() -> None:
-    async def fail(process: RayProcess) -> int:
-        raise ValueError("no such resource")
-
-    async def start() -> int:
-        process = RayProcess(fail, lambda: None)
-        return await asyncio.wait_for(process.wait(), 5.0)
-
-    assert asyncio.run(start()) == 1
-
-
-class Processes:
-    """Notes how a run is interrupted."""
-
-    def __init__(self) -> None:
-        self.interrupted: list[int] = []
-
-    def interrupt(self, number: signal.Signals) -> None:
-        self.interrupted.append(number)
-
-
-class Run:
-    """A launched run, as far as the supervisor needs it."""
-
-    is_over = False
-
-    def __init__(self) -> None:
-        self.processes = Processes()
-
-
-def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:
-    supervisor: Any = Supervisor(
-        Job(
-            ranks=[],
-            command=(),
-            call=b"",
-            launch={},
-            restarts=RestartConfig(),
-            start_s=1.0,
-        )
-    )
-    supervisor._ranks = object()
-    supervisor.interrupt(signal.SIGINT)
-
-    async def begin() -> list[int]:
-        run = Run()
-        supervisor._begin(run)
-        await asyncio.sleep(0.1)
-        return run.processes.interrupted
-
-    assert asyncio.run(begin()) == [signal.SIGINT]
-    supervisor.interrupt(signal.SIGTERM)  # the loop of that launch is closed
-    assert asyncio.run(begin()) == [signal.SIGTERM]

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 import elche.ray
 from elche.errors import ConfigError, RemoteRankError
+from elche.runtime.process.launcher_watch import is_running
 from tests.distributed.cases.tasks import Task, difference, plain, shared
 from tests.ray.cases.counted import SAMPLES, count
 from tests.ray.conftest import NODE, own_processes
@@ -38,15 +40,7 @@ KINDS = ("fast", "middle", "slow")
 
 @dataclass(frozen=True)
 class Line:
-    """A batch of a rank.
-
-    Attributes:
-        at_s: when it was done, by this machine's monotonic clock.
-        pid: of the rank's process.
-        world: ranks then.
-        epoch: of the batch.
-        positions: that the rank trained.
-    """
+    """A batch of a rank: its end by the monotonic clock, process, world size then."""
 
     at_s: float
     pid: int
@@ -57,12 +51,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Counted:
-    """A run of `count`.
-
-    Attributes:
-        folder: of its logs.
-        ending: its result.
-    """
+    """A run of `count`: the folder of its logs, and its result."""
 
     folder: Path
     ending: Future[Any]
@@ -149,7 +138,7 @@ def check_counts(run: Counted, policy: str, world: int) -> None:
     "policy", ["sync", pytest.param("async", marks=pytest.mark.slow)]
 )
 def test_shares_follow_speed_and_a_run_survives_what_dies(
-    cluster: Any, tmp_path: Path, policy: str, record_property: Any
+    cluster: Any, tmp_path: Path, policy: str
 ) -> None:
     """Coordinator, rank, node: each dies once; the node's place waits for another."""
     figures: dict[str, float] = {}
@@ -195,21 +184,26 @@ def test_shares_follow_speed_and_a_run_survives_what_dies(
         assert run.stop()["world"] == 3
         assert {x.pid for x in run.lines(0)} == {pids[0]}  # in its process throughout
     check_counts(run, policy, 3)
-    record_property("seconds", figures)
     print("seconds to the next batch of the slowest survivor:", figures)
     # Survivors do not wait for a replacement, which must import torch first.
     assert figures["rank"] < figures["rank's replacement"], figures
 
 
 def test_a_node_that_comes_brings_a_rank(cluster: Any, tmp_path: Path) -> None:
+    """The first one another; the next one that of a node that has died."""
     ranks = elche.ray.per_node(resources={"CPU": 1, "fast": 1})
     with (
         nodes(cluster, "fast"),
         counting(tmp_path, "sync", ranks=ranks, environment=EMULATED) as run,
     ):
         run.trains([0])
-        cluster.add_node(resources={"fast": 1}, **NODE)
+        comes = cluster.add_node(resources={"fast": 1}, **NODE)
         run.trains([1])
+        cluster.remove_node(comes, allow_graceful=False)
+        run.until(lambda: run.lines(0)[-1].world == 1, "one rank")
+        run.until(lambda: sum(n["Alive"] for n in ray.nodes()) == 2, "Ray's notice")
+        cluster.add_node(resources={"fast": 1}, **NODE)
+        run.trains([2])
         assert run.stop()["world"] == 2
     check_counts(run, "sync", 2)
 
@@ -218,26 +212,59 @@ DRIVER = """
 import sys
 import ray
 import elche.ray
-from tests.distributed.cases.tasks import Task, difference, plain, shared
 from tests.ray.cases.counted import count
 
-ray.init(address=sys.argv[1])
+_, address, folder, checkpoints, *kinds = sys.argv
+ray.init(address=address)
 try:
-    ranks = 2 * [elche.ray.RankSpec(resources={"CPU": 0.5})]
-    elche.ray.run(count, ranks, args=(sys.argv[2], "sync"), speeds=(1.0, 1.0))
+    elche.ray.run(
+        count,
+        [elche.ray.RankSpec(resources={"CPU": 0.5, kind: 0.5}) for kind in kinds],
+        args=(folder, "sync"),
+        speeds=(1.0, 1.0),
+        checkpoint_dir=checkpoints or None,
+    )
 except KeyboardInterrupt:
     print("interrupted")
 """
 
 
-def test_ctrl_c_ends_all_ranks(cluster: Any, tmp_path: Path) -> None:
-    command = (sys.executable, "-c", DRIVER, cluster.address, str(tmp_path))
+@contextmanager
+def driving(cluster: Any, *words: object) -> Iterator[subprocess.Popen[str]]:
+    """Runs `count` from a driver of its own, which gets signals."""
+    command = (sys.executable, "-c", DRIVER, cluster.address, *map(str, words))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
+
+
+def test_ctrl_c_ends_all_ranks(cluster: Any, tmp_path: Path) -> None:
+    with driving(cluster, tmp_path, "", "CPU", "CPU") as driver:
         run = Counted(tmp_path, Future())
         run.trains([0, 1])
         driver.send_signal(signal.SIGINT)
         said, _ = driver.communicate(timeout=WAIT_S)
     assert "interrupted" in said
+    assert not run.held()
+
+
+def test_sigterm_makes_a_last_checkpoint(cluster: Any, tmp_path: Path) -> None:
+    """Also while the replacement of a rank waits for a node."""
+    saved = tmp_path / "checkpoints"
+    with (
+        nodes(cluster, "near", "far") as there,
+        driving(cluster, tmp_path, saved, "near", "far") as driver,
+    ):
+        run = Counted(tmp_path, Future())
+        run.trains([0, 1])
+        cluster.remove_node(there["far"], allow_graceful=False)
+        run.until(lambda: run.lines(0)[-1].world == 1, "one rank")
+        driver.send_signal(signal.SIGTERM)
+        driver.communicate(timeout=WAIT_S)
+    assert driver.returncode == 128 + signal.SIGTERM
+    assert [*saved.glob("*/manifest.json")]
     assert not run.held()
 
 
@@ -253,14 +280,23 @@ def test_errors_come_to_the_driver(cluster: Any) -> None:
     cpu = elche.ray.RankSpec(resources={"CPU": 0.5})
     with pytest.raises(RemoteRankError, match="rank 1 failed: ValueError: bad luck"):
         elche.ray.run(fails_on_rank_1, [cpu, cpu])
-    nowhere = elche.ray.RankSpec(resources={"unicorn": 1})
-    with pytest.raises(RemoteRankError, match="rank 0 failed"):
+    nowhere = elche.ray.RankSpec(label_selector={"kind": "unicorn"})
+    with pytest.raises(RemoteRankError, match=r"with labels .*unicorn"):
         elche.ray.run(fails_on_rank_1, [nowhere], start_timeout_s=1.0)
     with pytest.raises(ConfigError, match="at least one RankSpec"):
         elche.ray.run(fails_on_rank_1, [])
     hinted = elche.ray.RankSpec(speed_hint=2.0)
     with pytest.raises(ConfigError, match="a speed_hint of every rank or of none"):
         elche.ray.run(fails_on_rank_1, [cpu, hinted])
+
+
+def test_labels_choose_the_node(cluster: Any) -> None:
+    """One that comes later: a line names what is waited for."""
+    ranks = [elche.ray.RankSpec(label_selector={"kind": "late"})]
+    with nodes(cluster, "early"), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(elche.ray.run, os.getenv, ranks, args=("ELCHE_HOST",))
+        late = cluster.add_node(labels={"kind": "late"}, **NODE)
+        assert found.result(WAIT_S) == late.node_id
 
 
 def test_parameters_equal_those_of_one_device(cluster: Any) -> None:
@@ -281,40 +317,47 @@ def test_a_script_counts_each_position_once(cluster: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_node_that_falls_silent_is_given_up(
-    cluster: Any, tmp_path: Path, record_property: Any
-) -> None:
-    """Its raylet, actor and rank are stopped: nothing answers, nothing has ended."""
+@pytest.mark.parametrize("what", ["rank", "node"])
+def test_what_falls_silent_is_given_up(cluster: Any, tmp_path: Path, what: str) -> None:
+    """A node's raylet, actor and rank stop, or a rank alone; they continue too late."""
     with (
         nodes(cluster, "fast", "slow") as there,
         counting(
             tmp_path,
             "sync",
             ranks=specs(["fast", "slow"]),
-            rejoin=0,
+            rejoin=int(what == "rank"),
             environment=EMULATED,
         ) as run,
     ):
         run.trains([0, 1])
+        own = run.lines(1)[0].pid
         raylet = there["slow"].all_processes["raylet"][0].process.pid
-        stopped = descendants(raylet)
+        stopped = [own] if what == "rank" else descendants(raylet)
         try:
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
+            send(signal.SIGSTOP, stopped)
             stopped_s = time.monotonic()
             silent_s = run.trains([0], stopped_s + 0.5)
-            assert run.stop()["world"] == 1
+            if what == "rank":
+                run.trains([2])
+            send(signal.SIGCONT, stopped)
+            run.until(lambda: not is_running(own), "the end of rank 1")
+            world = 1 + (what == "rank")
+            assert run.stop()["world"] == world
         finally:
-            kill_all(stopped)
-    record_property("seconds", {"silent node": silent_s})
-    print("seconds until the survivor trains beside a silent node:", silent_s)
-    check_counts(run, "sync", 1)
+            send(signal.SIGKILL, stopped)
+    print(f"seconds until the survivor trains beside a silent {what}:", silent_s)
+    check_counts(run, "sync", world)
+
+
+def send(number: signal.Signals, pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def kill_all(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, pids)
 
 
 def descendants(pid: int) -> list[int]:

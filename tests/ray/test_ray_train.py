@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,22 +35,28 @@ def loop(config: dict[str, Any]) -> None:
     train.report({"seen": int(total)})
 
 
-def test_ray_trains_default_group_serves(
-    cluster: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fit(
+    monkeypatch: pytest.MonkeyPatch, train: Any, folder: Path, most_failures: int = 0
+) -> Any:
+    """What Ray Train makes of a function on two workers."""
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    workers = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
-    result = TorchTrainer(
-        loop,
-        train_loop_config={},
-        scaling_config=workers,
+    failures = FailureConfig(max_failures=most_failures)
+    return TorchTrainer(
+        train,
+        train_loop_config={"folder": str(folder)},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
         torch_config=TorchConfig(backend="gloo"),
-        run_config=RunConfig(storage_path=str(tmp_path)),
+        run_config=RunConfig(storage_path=str(folder), failure_config=failures),
     ).fit()
-    assert result.error is None
+
+
+def test_ray_trains_default_group_serves(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fit(monkeypatch, loop, tmp_path).error is None
 
 
 def killed_once(config: dict[str, str]) -> None:
@@ -95,19 +102,8 @@ def killed_once(config: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_ray_train_restarts_all_from_elches_checkpoints(
-    cluster: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
     (tmp_path / "checkpoints").mkdir()
-    failures = FailureConfig(max_failures=1)
-    TorchTrainer(
-        killed_once,
-        train_loop_config={"folder": str(tmp_path)},
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
-        torch_config=TorchConfig(backend="gloo"),
-        run_config=RunConfig(storage_path=str(tmp_path), failure_config=failures),
-    ).fit()
+    fit(monkeypatch, killed_once, tmp_path, most_failures=1)
     assert (tmp_path / "killed").exists()

@@ -40,7 +40,7 @@ from elche.runtime.data.transfer import to_device
 from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
-from elche.session.process import current_emulation, current_run, shutdown
+from elche.session.process import current_run, process, shutdown
 from elche.session.progress import progress_samples
 from elche.session.setup import setup
 
@@ -196,7 +196,7 @@ class Contender:
             policy=cast("PolicyName", self.spec.policy),
             **self._options(),
         )
-        self._emulation = current_emulation()
+        self._emulation = process.emulation
         return model, shared
 
     def _segment(self, model: nn.Module, loader: Any) -> None:

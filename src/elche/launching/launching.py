@@ -8,7 +8,6 @@ cannot use an accelerator if its parent did. It uses one OpenMP thread: more wou
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -30,7 +29,7 @@ from elche.launching.function_rank import run_rank
 from elche.runtime.process.launch import LaunchedRun
 from elche.runtime.process.launch import launch as launch_ranks
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
-from elche.runtime.process.rank_processes import RankProcess, RankProcesses
+from elche.runtime.process.rank_processes import RankProcess
 
 Result = TypeVar("Result")
 
@@ -123,8 +122,7 @@ class FunctionRanks:
         self._folder = ""
         self._output: tuple[Connection, Connection] | None = None
         self._ready = threading.Event()
-        self._processes: RankProcesses | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._run: LaunchedRun | None = None
 
     def run(self, config: LaunchConfig) -> Any:
         """Starts the ranks in a thread, since a notebook's event loop runs in this one.
@@ -187,16 +185,13 @@ class FunctionRanks:
         return FunctionProcess(process)
 
     def _set_ready(self, run: LaunchedRun) -> None:
-        self._loop, self._processes = asyncio.get_running_loop(), run.processes
+        self._run = run
         self._ready.set()
 
     def _interrupt(self) -> None:
         self._ready.wait()
-        if self._loop is not None and self._processes is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(
-                    self._processes.interrupt, signal.SIGINT
-                )
+        if self._run is not None:
+            self._run.interrupt(signal.SIGINT)
 
     def _show(self) -> bool:
         """Copies ranks' new output to this process; returns False if there is none."""

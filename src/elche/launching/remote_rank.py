@@ -6,27 +6,20 @@ back.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
 import socket
 import sys
 
-PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its actor ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
+from elche.runtime.process.launcher_watch import signal_with_parent
 
 
 def main(descriptor: int, parent: int, command: list[str]) -> None:
     """Runs the script in place of this program, or calls the function."""
-    end_with_parent(parent)
+    signal_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        sys.exit(1)
     with socket.socket(fileno=descriptor) as link:
         if command:
             os.execv(sys.executable, [sys.executable, *command])

@@ -82,9 +82,6 @@ class RankHost:
 
 
 async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    try:
+    with contextlib.closing(writer), contextlib.suppress(ConnectionError):
         return await reader.read()
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
+    return b""

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Final
+from typing import Final
 
 from elche.errors import ConfigError
+from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.restarts import RestartConfig
 
 NODE_LABEL: Final = "ray.io/node-id"
@@ -33,25 +34,21 @@ class RankSpec:
 
     def __post_init__(self) -> None:
         needs, labels, hint = self.resources, self.label_selector, self.speed_hint
-        if not isinstance(needs, Mapping) or not needs:
-            raise ConfigError(
-                f"expected resources of a RankSpec such as {{'GPU': 1}}, got {needs!r}"
-            )
-        for name, amount in needs.items():
-            if not _is_positive(amount):
-                raise ConfigError(
-                    f"expected positive numbers as resources, got {amount!r} of "
-                    f"{name!r}"
-                )
-        if not isinstance(labels, Mapping) or not all(
+        is_text = isinstance(labels, Mapping) and all(
             isinstance(text, str) for label in labels.items() for text in label
+        )
+        has_needs = isinstance(needs, Mapping) and needs
+        is_right = has_needs and all(map(_is_positive, needs.values()))
+        for name, example, is_so in (
+            ("resources", {"GPU": 1}, is_right),
+            ("label_selector", {"ray.io/accelerator-type": "A100"}, is_text),
+            ("speed_hint", 0.5, hint is None or _is_positive(hint)),
         ):
-            raise ConfigError(
-                "expected a label_selector such as {'ray.io/accelerator-type': "
-                f"'A100'}}, got {labels!r}"
-            )
-        if hint is not None and not _is_positive(hint):
-            raise ConfigError(f"expected a positive speed_hint, got {hint!r}")
+            if not is_so:
+                raise ConfigError(
+                    f"expected {name} of a RankSpec such as {example!r}, got "
+                    f"{getattr(self, name)!r}"
+                )
 
     def on(self, node: str) -> RankSpec:
         """Returns the same requirements, pinned to one node by its id."""
@@ -75,23 +72,21 @@ class PerNode(RankSpec):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """A run: ranks, program and settings.
 
     Attributes:
         ranks: node requirements of each rank.
-        command: a script and its arguments; () for a function.
-        call: the function and its arguments, pickled.
-        launch: settings of the launch; the supervisor adds the ranks.
+        call: the function and its arguments, pickled; b"" for a script.
+        launch: configuration of the launch; the supervisor adds the ranks.
         restarts: see `RestartConfig`.
         start_s: deadline (s) of the first ranks' start.
     """
 
     ranks: Sequence[RankSpec] | PerNode
-    command: tuple[str, ...]
     call: bytes
-    launch: dict[str, Any]
+    launch: LaunchConfig
     restarts: RestartConfig
     start_s: float
 
@@ -99,18 +94,3 @@ class Job:
 def _is_positive(number: object) -> bool:
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     return is_number and 0 < float(number) < math.inf  # type: ignore[arg-type]
-
-
-def hints_of(ranks: Sequence[RankSpec]) -> str:
-    """Speed hints of ranks as an environment variable; "" if there are none.
-
-    Raises:
-        ConfigError: some ranks have one, and others not.
-    """
-    hints = [spec.speed_hint for spec in ranks if spec.speed_hint is not None]
-    if hints and len(hints) < len(ranks):
-        raise ConfigError(
-            f"expected a speed_hint of every rank or of none, got {len(hints)} for "
-            f"{len(ranks)} ranks"
-        )
-    return ",".join(repr(float(hint)) for hint in hints)

@@ -33,6 +33,8 @@ A rank that cannot reach the coordinator ends itself soon after; see `UNREACHABL
 """
 AGAIN_S: Final = 1.0
 """Pause (s) before another actor is requested."""
+SAY_S: Final = 10.0
+"""Wait (s) for room on a node before a line names the rank."""
 KILLED: Final = -int(signal.SIGKILL)
 
 
@@ -53,98 +55,113 @@ class RayRanks:
         self, config: LaunchConfig, specs: Sequence[RankSpec], job: Job
     ) -> None:
         self.pipe = -1
-        self._world_size, self._job = config.world_size, job
-        self._address = get_node_ip_address()
-        self._places: list[tuple[RankSpec, PlacementGroup, int]] = []
+        self._config, self._job = config, job
+        self._groups: list[PlacementGroup] = []
         self._hosts: dict[int, Any] = {}
         self._processes: list[RayProcess] = []
         self.results: dict[int, bytes] = {}
-        self.add(*specs)
+        self._places = self._reserve(*specs)
 
-    def add(self, *specs: RankSpec) -> int:
-        """Adds places in one placement group; returns the first place's number."""
-        first = len(self._places)
+    def _reserve(self, *specs: RankSpec) -> list[tuple[RankSpec, PlacementGroup, int]]:
+        """Requests bundles on nodes in one placement group."""
         bundles = [dict(spec.resources) for spec in specs]
         labels = [dict(spec.label_selector) for spec in specs]
         group = placement_group(bundles, bundle_label_selector=labels)
-        self._places += [(spec, group, n) for n, spec in enumerate(specs)]
-        return first
+        self._groups.append(group)
+        return [(spec, group, number) for number, spec in enumerate(specs)]
+
+    def add(self, spec: RankSpec) -> int:
+        """Adds a place; returns its number."""
+        self._places += self._reserve(spec)
+        return len(self._places) - 1
+
+    def move(self, place: int, spec: RankSpec) -> None:
+        """Moves a place to another node: a rank that waits there starts on it."""
+        (self._places[place],) = self._reserve(spec)
+        self._drop(place)
 
     def listen(self) -> socket.socket:
         """See `RankBackend`."""
-        return listen(self._address, 0)
+        return listen(get_node_ip_address(), 0)
 
     async def start(
         self, rank: int, place: int, environment: dict[str, str]
     ) -> RankProcess:
         """See `RankBackend`."""
-        spec = self._places[place][0]
-        if not spec.resources.get("GPU"):
+        if not self._places[place][0].resources.get("GPU"):
             environment.setdefault("ELCHE_DEVICE", "cpu")
-        is_first = rank < self._world_size
-
-        def fail(why: str) -> int:
-            logger.error("rank %d: %s", rank, why)
-            self.results[rank] = pickle.dumps((None, why, ""))
-            self._drop(place)
-            return 1
-
-        async def run(process: RayProcess) -> int:
-            try:
-                starting = self._begin(process, place, environment)
-                if is_first:
-                    await asyncio.wait_for(starting, self._job.start_s)
-                else:
-                    await starting
-                code, self.results[rank] = await process.host.wait.remote()
-            except asyncio.TimeoutError:
-                why = process.trouble or (
-                    f"no node has {dict(spec.resources)} free, with labels "
-                    f"{dict(spec.label_selector)}"
-                )
-                return fail(f"it was not started in {self._job.start_s:g} s: {why}")
-            except ValueError as error:
-                return fail(f"Ray refuses {dict(spec.resources)}: {error}")
-            except RayTaskError as error:
-                return fail(f"its process cannot be started: {error.cause}")
-            except RayError as error:
-                logger.warning("rank %d: its node or actor has died: %s", rank, error)
-                self._drop(place)
-                return KILLED
-            return int(code)
-
-        process = RayProcess(run, lambda: self._drop(place))
+        process = RayProcess(lambda own: self._run(own, rank, place, environment))
         self._processes.append(process)
         return process
+
+    async def _run(
+        self, process: RayProcess, rank: int, place: int, environment: dict[str, str]
+    ) -> int:
+        """Starts a rank's process, and waits for its end; returns its exit code."""
+        spec, start_s = self._places[place][0], self._job.start_s
+        lacks = f"no node has {dict(spec.resources)} free"
+        if spec.label_selector:
+            lacks += f", with labels {dict(spec.label_selector)}"
+        loop, code = asyncio.get_running_loop(), None
+        saying = loop.call_later(
+            SAY_S, logger.warning, "rank %d waits: %s", rank, lacks
+        )
+        try:
+            is_first = rank < self._config.world_size
+            starting = self._begin(process, place, environment)
+            await asyncio.wait_for(starting, start_s if is_first else None)
+            saying.cancel()
+            code, self.results[rank] = await process.host.wait.remote()
+            return int(code)
+        except asyncio.TimeoutError:
+            why = f"it was not started in {start_s:g} s: {process.trouble or lacks}"
+        except ValueError as error:
+            why = f"Ray refuses {dict(spec.resources)}: {error}"
+        except RayTaskError as error:
+            why = f"its process cannot be started: {error.cause}"
+        except RayError as error:
+            logger.warning("rank %d: its node or actor has died: %s", rank, error)
+            return KILLED
+        finally:
+            saying.cancel()
+            if code is None:
+                self._drop(place)
+        logger.error("rank %d: %s", rank, why)
+        self.results[rank] = pickle.dumps((None, why, ""))
+        return 1
 
     async def _begin(
         self, process: RayProcess, place: int, environment: dict[str, str]
     ) -> None:
         """Starts a process as soon as a node has room for it."""
-        job = self._job
+        command, call = self._config.command, self._job.call
         while not process.has_started:
             host = process.host = self._host(place)
             try:
-                await host.start.remote(job.command, job.call, environment)
+                await host.start.remote(command, call, environment)
                 process.has_started = True
             except RayTaskError:  # it would fail again
                 raise
-            except RayError as error:  # a node that Ray still thinks alive
+            except RayError as error:  # a node that Ray still thinks alive, or a move
                 process.trouble = f"its actor has died before it began: {error}"
                 logger.info("%s", process.trouble)
                 self._drop(place)
                 await asyncio.sleep(AGAIN_S)
 
     async def fence(self, process: RankProcess) -> None:
-        """See `RankBackend`."""
+        """See `RankBackend`; a node that does not confirm the kill counts as dead."""
         assert isinstance(process, RayProcess)
-        await process.fence()
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+            await asyncio.wait([process.running], timeout=FENCE_S)
+        if process.returncode is None:
+            process.give_up(KILLED)
 
     def end_waiting(self) -> None:
-        """Cancels ranks that wait for a node, when the run is over."""
+        """See `RankBackend`."""
         for each in self._processes:
             if not each.has_started and each.returncode is None:
-                each.send_signal(signal.SIGTERM)
+                each.give_up(-signal.SIGTERM)
 
     def _host(self, place: int) -> Any:
         """Returns the actor of a place; Ray starts it when a node has room."""
@@ -173,7 +190,7 @@ class RayRanks:
         """See `RankBackend`."""
         for place in list(self._hosts):
             self._drop(place)
-        for group in {group.id: group for _, group, _ in self._places}.values():
+        for group in self._groups:
             remove_group(group)
 
 
@@ -183,52 +200,41 @@ class RayProcess:
 
     Args:
         run: starts the process, waits for its end, and returns its exit code.
-        drop: kills its actor.
 
     Attributes:
         host: its actor.
         has_started: False while it waits for a node.
         trouble: why its last actor died before the start; "" if none did.
         returncode: see `RankProcess`.
+        running: its start and end.
     """
 
     pid = None
 
-    def __init__(
-        self, run: Callable[[RayProcess], Any], drop: Callable[[], None]
-    ) -> None:
+    def __init__(self, run: Callable[[RayProcess], Any]) -> None:
         self.host: Any = None
         self.has_started = False
         self.returncode: int | None = None
         self.trouble = ""
-        self._drop = drop
-        self._running: asyncio.Task[int] = asyncio.ensure_future(run(self))
-        self._running.add_done_callback(self._note_end)
+        self.running: asyncio.Task[int] = asyncio.ensure_future(run(self))
+        self.running.add_done_callback(self._note_end)
 
     def send_signal(self, number: int, /) -> None:
         """See `RankProcess`."""
         if self.has_started:
             self.host.send_signal.remote(number)
         else:
-            self._give_up(-number)
+            self.give_up(-number)
 
     async def wait(self) -> int:
         """See `RankProcess`."""
-        await asyncio.wait([self._running])  # after `_note_end`
+        await asyncio.wait([self.running])  # after `_note_end`
         return self.returncode or 0
 
-    async def fence(self) -> None:
-        """Kills the process; a node that does not confirm this counts as dead."""
-        if self.returncode is None:
-            self.send_signal(signal.SIGKILL)
-            await asyncio.wait([self._running], timeout=FENCE_S)
-        if self.returncode is None:
-            self._give_up(KILLED)
-
-    def _give_up(self, code: int) -> None:
-        self._drop()
+    def give_up(self, code: int) -> None:
+        """Takes it for ended; its actor is killed."""
         self.returncode = code
-        self._running.cancel()
+        self.running.cancel()
 
     def _note_end(self, running: asyncio.Task[int]) -> None:
         if not running.cancelled():

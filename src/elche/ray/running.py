@@ -17,8 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elche.config import PolicyName
 from elche.errors import ConfigError
-from elche.ray.rank_specs import Job, PerNode, RankSpec, hints_of
+from elche.ray.rank_specs import Job, PerNode, RankSpec
 from elche.ray.supervisor import Supervisor
+from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.restarts import RestartConfig
 
 HEAD = "node:__internal_head__"
@@ -80,37 +81,47 @@ def run(
     """
     from elche.launching.launching import Returned, value_of
 
-    is_list = isinstance(ranks, Sequence) and bool(ranks)
-    if not isinstance(ranks, PerNode) and not (
-        is_list and all(isinstance(spec, RankSpec) for spec in ranks)
-    ):
+    is_per_node = isinstance(ranks, PerNode)
+    specs = [] if isinstance(ranks, PerNode) else ranks
+    is_list = isinstance(specs, Sequence) and (is_per_node or specs)
+    if not is_list or not all(isinstance(spec, RankSpec) for spec in specs):
         raise ConfigError(
             "expected a list of at least one RankSpec, or elche.ray.per_node(), got "
             f"{ranks!r}"
         )
-    if speeds is not None and (isinstance(ranks, PerNode) or len(speeds) != len(ranks)):
+    if speeds is not None and len(speeds) != len(specs):
         raise ConfigError("expected speeds of each of a fixed number of ranks")
-    if isinstance(ranks, PerNode) and (max_restarts or not rejoin):
+    if is_per_node and (max_restarts or not rejoin):
         raise ConfigError(
             "expected max_restarts=0 and rejoin from 1 on with per_node, whose ranks "
             f"come and go, got {max_restarts} and {rejoin}; give a list of RankSpec"
         )
+    hints = [each.speed_hint for each in specs if each.speed_hint is not None]
+    if hints and len(hints) < len(specs):
+        raise ConfigError(
+            f"expected a speed_hint of every rank or of none, got {len(hints)} for "
+            f"{len(specs)} ranks"
+        )
+    is_script = isinstance(train, (str, Path))
+    if not is_script and not callable(train):
+        raise ConfigError(f"expected a function or a script's path, got {train!r}")
     variables = dict(environment or {})
     for name, value in variables.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(
                 f"expected text in environment, got {value!r} as {name!r}"
             )
-    if policy is not None:
-        variables["ELCHE_POLICY"] = policy
-    if min_ranks is not None:
-        variables["ELCHE_MIN_RANKS"] = str(min_ranks)
-    if not isinstance(ranks, PerNode) and (hints := hints_of(ranks)):
-        variables["ELCHE_SPEED_HINTS"] = hints
-    launch: dict[str, Any] = {"environment": variables, "rejoin": rejoin}
-    launch["story_path"] = None if story is None else Path(story)
-    if speeds is not None:
-        launch |= {"speeds": tuple(speeds), "ms_per_sample": ms_per_sample}
+    own = {"ELCHE_POLICY": policy, "ELCHE_MIN_RANKS": min_ranks}
+    more = {**own, "ELCHE_SPEED_HINTS": ",".join(map(str, hints)) or None}
+    variables |= {name: str(each) for name, each in more.items() if each is not None}
+    launch = LaunchConfig(
+        command=(str(train), *map(str, args)) if is_script else (),
+        speeds=None if speeds is None else tuple(speeds),
+        ms_per_sample=ms_per_sample,
+        environment=variables,
+        story_path=None if story is None else Path(story),
+        rejoin=rejoin,
+    )
     restarts = RestartConfig(
         checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
         every_s=checkpoint_every,
@@ -118,17 +129,8 @@ def run(
         resume=resume,
         max_restarts=max_restarts,
     )
-    is_script = isinstance(train, (str, Path))
-    if not is_script and not callable(train):
-        raise ConfigError(f"expected a function or a script's path, got {train!r}")
-    job = Job(
-        ranks=ranks,
-        command=(str(train), *map(str, args)) if is_script else (),
-        call=b"" if isinstance(train, (str, Path)) else _pickled(train, tuple(args)),
-        launch=launch,
-        restarts=restarts,
-        start_s=start_timeout_s,
-    )
+    call = b"" if is_script else _pickled(train, tuple(args))
+    job = Job(ranks, call, launch, restarts, start_timeout_s)
     result, returned = _supervise(job)
     if result.signal == signal.SIGINT:
         raise KeyboardInterrupt
@@ -142,7 +144,7 @@ def run(
     return value_of(result, returned_by)
 
 
-def _pickled(train: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickled(train: object, args: tuple[Any, ...]) -> bytes:
     try:
         return bytes(cloudpickle.dumps((train, args)))
     except Exception as error:
@@ -177,14 +179,13 @@ def _supervise(job: Job) -> Any:
 @contextlib.contextmanager
 def _signals_to(supervisor: Any) -> Iterator[None]:
     """Has Ctrl-C, and SIGTERM as of `ray job stop`, end the run as `elche run` does."""
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
 
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            supervisor.interrupt.remote(number)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        supervisor.interrupt.remote(number)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, interrupt)
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

@@ -7,25 +7,28 @@ of `elche run`. It is never restarted elsewhere: only ranks that reach it can co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, final
 
 import ray
 
-from elche.errors import ConfigError
-from elche.ray.rank_specs import Job, PerNode, RankSpec
+from elche.errors import CommunicationError, ConfigError
+from elche.ray.rank_specs import Job, PerNode
 from elche.ray.ray_ranks import RayRanks
 from elche.runtime.process.launch import LaunchedRun
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult, RankBackend
 from elche.runtime.process.restarts import launch_with_restarts
 
+logger = logging.getLogger(__name__)
+
 LOOK_S: Final = 1.0
 """Poll interval (s) of the cluster's nodes."""
+MOST_FAILURES: Final = 30
+"""Consecutive failures to list the nodes after which the run ends."""
 
 
 @final
@@ -41,9 +44,8 @@ class Supervisor:
         self._job = job
         self._ranks: RayRanks | None = None
         self._run: LaunchedRun | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._signal: signal.Signals | None = None
-        self._changing = threading.Lock()  # of the three above: calls have own threads
+        self._changing = threading.Lock()  # of both above: calls have own threads
         self._watching: asyncio.Task[None] | None = None
         self._nodes: dict[str, int] = {}  # under `PerNode`: the place of each
 
@@ -52,12 +54,12 @@ class Supervisor:
 
         Raises:
             ConfigError: under `PerNode` no node meets a rank's requirements.
+            CommunicationError: under `PerNode` Ray no longer lists its nodes.
         """
         job, ranks = self._job, self._job.ranks
         if isinstance(ranks, PerNode):
-            found = _fitting(ranks)
-            self._nodes = {node: place for place, node in enumerate(found)}
-            specs = [ranks.on(node) for node in found]
+            self._nodes = {node: at for at, node in enumerate(_fitting(ranks))}
+            specs = [ranks.on(node) for node in self._nodes]
         else:
             specs = list(ranks)
         if not specs:
@@ -67,13 +69,11 @@ class Supervisor:
             self._ranks = RayRanks(config, specs, job)
             return self._ranks
 
-        config = LaunchConfig(
-            command=job.command,
-            num_ranks=None if "speeds" in job.launch else len(specs),
-            backend=open_ranks,
-            **job.launch,
-        )
+        count = None if job.launch.speeds else len(specs)
+        config = replace(job.launch, num_ranks=count, backend=open_ranks)
         result = launch_with_restarts(config, job.restarts, _say, self._begin)
+        if self._watching is not None and not self._watching.cancelled():
+            self._watching.result()
         assert self._ranks is not None
         return result, self._ranks.results
 
@@ -81,39 +81,59 @@ class Supervisor:
         """Ends the run as `elche run` does on a signal."""
         with self._changing:
             self._signal = signal.Signals(number)  # for the next launch, if none runs
-            if self._loop is not None and self._run is not None:
-                with contextlib.suppress(RuntimeError):  # the old loop is closed
-                    self._loop.call_soon_threadsafe(
-                        self._run.processes.interrupt, self._signal
-                    )
+            if self._run is not None:
+                self._run.interrupt(self._signal)
 
     def _begin(self, run: LaunchedRun) -> None:
         with self._changing:
-            self._run, self._loop = run, asyncio.get_running_loop()
+            self._run = run
             if self._signal is not None:  # when the ranks have been asked for
-                self._loop.call_soon(run.processes.interrupt, self._signal)
-        assert self._ranks is not None
-        watching = _watch_nodes(run, self._ranks, self._job.ranks, self._nodes)
-        self._watching = self._loop.create_task(watching)
+                run.interrupt(self._signal)
+        ranks, there = self._job.ranks, self._ranks
+        if isinstance(ranks, PerNode) and there is not None:
+            watching = _add_nodes(run, there, ranks, self._nodes)
+            self._watching = asyncio.ensure_future(watching)
 
 
 # No method: Ray would run all methods in one event loop.
-async def _watch_nodes(
-    run: LaunchedRun,
-    there: RayRanks,
-    ranks: Sequence[RankSpec] | PerNode,
-    places: dict[str, int],
+async def _add_nodes(
+    run: LaunchedRun, there: RayRanks, ranks: PerNode, places: dict[str, int]
 ) -> None:
-    """Ends waiting ranks after the run; under `PerNode` adds ranks on new nodes."""
+    """Starts a rank on each node that comes: one that is missing, or another.
+
+    Args:
+        run: the launched run.
+        there: its ranks.
+        ranks: requirements of a node.
+        places: place of each node.
+
+    Raises:
+        CommunicationError: Ray does not list its nodes any more; the run ends.
+    """
+    failures = 0
     while True:
         await asyncio.sleep(LOOK_S)
-        if run.is_over:
-            there.end_waiting()
-        if isinstance(ranks, PerNode):
-            for node in await asyncio.to_thread(_fitting, ranks):
-                if node not in places:
-                    places[node] = there.add(ranks.on(node))
-                    await run.join(places[node])
+        try:
+            found = await asyncio.to_thread(_fitting, ranks)
+            for node in set(found).difference(places):
+                gone = next((each for each in places if each not in found), None)
+                if gone is None:
+                    place = there.add(ranks.on(node))
+                    await run.join(place)
+                else:
+                    place = places.pop(gone)
+                    there.move(place, ranks.on(node))
+                places[node] = place
+            failures = 0
+        except Exception as error:  # its control store may come back
+            failures += 1
+            logger.warning("Ray did not list its nodes, or not serve one: %r", error)
+            if failures == MOST_FAILURES:
+                run.interrupt(signal.SIGTERM)
+                raise CommunicationError(
+                    f"Ray failed {failures} times in a row to list its nodes: {error!r}"
+                    "; the run has ended, start it again with resume=True"
+                ) from error
 
 
 def _fitting(ranks: PerNode) -> list[str]:

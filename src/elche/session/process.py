@@ -104,11 +104,6 @@ def current_run() -> Run | None:
     return process.run if isinstance(process.run, Run) else None
 
 
-def current_emulation() -> EmulationHandle | None:
-    """The emulated device that `setup` attached, None for a real one."""
-    return process.emulation
-
-
 def shutdown() -> None:
     """Ends the run of this process: leaves, and closes group and channel.
 

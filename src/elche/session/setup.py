@@ -207,7 +207,15 @@ def _begin_alone(
     run = SingleRun(training, placement.device)
     run.notifications.emit = write_line
     run.attach()
-    process.begin(run, _facts_alone(placement, asked), run.timeline)
+    facts = RunFacts(
+        policy=asked.config.policy,
+        is_default=asked.is_default,
+        devices=(placement.device_name,),
+        memory_bytes=(placement.memory_bytes,),
+        transport="none, on one device",
+        reduction_bytes=0,
+    )
+    process.begin(run, facts, run.timeline)
     process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
     process.checkpoints.register(_named(training.optimizers[1:]))
     atexit.unregister(shutdown)
@@ -244,17 +252,6 @@ def _named(
 ) -> dict[str, torch.optim.Optimizer]:
     """Optimizers beside the main one, by their names in a checkpoint."""
     return {f"optimizer {index}": each for index, each in enumerate(optimizers, 2)}
-
-
-def _facts_alone(placement: Placement, asked: SetupConfig) -> RunFacts:
-    return RunFacts(
-        policy=asked.config.policy,
-        is_default=asked.is_default,
-        devices=(placement.device_name,),
-        memory_bytes=(placement.memory_bytes,),
-        transport="none, on one device",
-        reduction_bytes=0,
-    )
 
 
 def _single_line(placement: Placement) -> str:

@@ -250,5 +250,5 @@ def test_only_what_ranks_sent_counts_as_progress(is_of_ranks: bool) -> None:
     with listen("127.0.0.1", 0) as listener:
         kept = KeptCoordinator(2, b"k" * 32, listener, survives=True)
         kept._barren = 3
-        kept._handle(Journal(b"", 0, is_of_ranks), None)  # type: ignore[arg-type]
+        kept._handle(Journal(b"", 0, is_of_ranks))
     assert kept._barren == (0 if is_of_ranks else 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,12 +14,14 @@ from torch import distributed
 
 from elche.errors import CommunicationError
 from elche.runtime.process.connect import (
+    _find_under_torchrun,
     _hide,
     _read_hidden,
     connect,
     stop_coordinator,
 )
 from elche.runtime.process.environment import Placement, read_placement
+from tests.harness.ports import free_port
 
 
 def test_a_key_is_this_users_alone_and_goes_with_the_coordinator() -> None:
@@ -58,6 +61,18 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_set(
     with pytest.raises(CommunicationError, match="default group"):
         connect(placement, 0.5)
     assert time.monotonic() - begun_s < 5.0
+
+
+def test_a_default_group_made_between_two_setups_starts_no_second_coordinator(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    placement = Placement(world_size=1, device=torch.device("cpu"))
+    first = _find_under_torchrun(placement, os.environ, 60.0)
+    request.getfixturevalue("group_of_one")
+    assert _find_under_torchrun(placement, os.environ, 60.0) == first
+    stop_coordinator()
 
 
 @pytest.mark.usefixtures("group_of_one")

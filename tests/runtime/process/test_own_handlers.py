@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from elche.runtime.process.rank_processes import SIGNALS, handle_signals
+from elche.runtime.process.rank_processes import SIGNALS, RankProcesses
 from tests.runtime.process.test_launcher import RANKS, started
 
 pytestmark = pytest.mark.distributed
@@ -71,7 +71,7 @@ def test_under_nohup_hang_ups_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
     ignored = {signal.SIGHUP: signal.SIG_IGN}
     monkeypatch.setattr(signal, "getsignal", ignored.get)
-    handle_signals({}, taken.append)
+    RankProcesses.handle_signals(Mock())
     assert {*taken} == {*SIGNALS, signal.SIGUSR1, signal.SIGUSR2}
 
 

@@ -82,7 +82,6 @@ class KeptCoordinator:
         self.status = Status(members=frozenset(range(world_size)))
         self.aborted_by_others: set[int] = set()
         self.on_lost: Callable[[int], Awaitable[None]]
-        self._fencing: asyncio.Future[None] | None = None  # kept until it is done
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self._copy: bytes | None = None
@@ -209,7 +208,12 @@ class KeptCoordinator:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self._handle(pickle.loads(await reader.readexactly(length)), writer)
+                message = pickle.loads(await reader.readexactly(length))
+                if isinstance(message, Fence):  # which the coordinator waits for
+                    await self.on_lost(message.rank)
+                    self._send(message)
+                else:
+                    self._handle(message)
         self._writer = None
         writer.close()
         return await process.wait()
@@ -228,7 +232,7 @@ class KeptCoordinator:
             env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         )
 
-    def _handle(self, message: Any, writer: asyncio.StreamWriter) -> None:
+    def _handle(self, message: Any) -> None:
         if isinstance(message, Journal):
             self._journal.append(message.data)
             self._barren = 0 if message.is_of_ranks else self._barren
@@ -238,8 +242,6 @@ class KeptCoordinator:
             self._journal.clear()  # the copy replaces all pieces so far
         elif isinstance(message, Status):
             self._take_status(message)
-        elif isinstance(message, Fence):
-            self._fencing = asyncio.ensure_future(self._fence(message, writer))
         elif isinstance(message, Seen):
             if self.on_message is not None:
                 self.on_message(message.message)
@@ -248,10 +250,6 @@ class KeptCoordinator:
                 log.handle(message)
         elif isinstance(message, Stopped):
             self._story = message.story
-
-    async def _fence(self, message: Fence, writer: asyncio.StreamWriter) -> None:
-        await self.on_lost(message.rank)
-        writer.write(pack(message))
 
     def _take_status(self, status: Status) -> None:
         before, self.status = self.status, status

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import socket
 import sys
 from collections import deque
@@ -42,7 +43,7 @@ from elche.runtime.coordinator_process.link import (
     Stopped,
 )
 from elche.runtime.process.coordinator import CoordinatorServer
-from elche.runtime.process.launcher_watch import ignore_signals, wake_with_parent
+from elche.runtime.process.launcher_watch import ignore_signals, signal_with_parent
 from elche.runtime.report.files import write_story
 
 COPY_ENTRIES: Final = 1024
@@ -162,7 +163,7 @@ class CoordinatorChild:
 
 def main(link_descriptor: int, listener_descriptor: int) -> None:
     """Serves one run of a launcher."""
-    wake_with_parent()
+    signal_with_parent(signal.SIGCONT)
     link = Link(socket.socket(fileno=link_descriptor))
     listener = socket.socket(fileno=listener_descriptor)
     queue: Any = SimpleNamespace(put_nowait=link.send)

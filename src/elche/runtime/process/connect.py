@@ -113,7 +113,7 @@ def _find_under_torchrun(
     local = int_of(environment, "LOCAL_WORLD_SIZE", placement.world_size)
     if "ELCHE_LISTEN" not in environment and host is not None:
         _check_on_one_host(placement, environment, host, local)
-    name = DEFAULT_GROUP if has_group else f"{host}:{port}"
+    name = f"{host}:{port}"  # also of a default group that was made meanwhile
     if name in _found:
         return _found[name]
     try:
@@ -143,7 +143,8 @@ def _find_under_torchrun(
         raise
     except (RuntimeError, OSError) as error:
         raise CommunicationError(
-            f"rank {placement.rank}: the rendezvous at {name} failed: {error}"
+            f"rank {placement.rank}: the rendezvous at "
+            f"{DEFAULT_GROUP if has_group else name} failed: {error}"
         ) from error
     where, _, secret = entry.partition("/")
     _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)

@@ -290,16 +290,11 @@ class CoordinatorServer:
             if self.core.aborted is None:
                 survives = self.core.survives(rank)
                 comes = "elche has ended it" if survives else "training waits"
-                is_here = bool(self._pids[rank])
+                or_busy = "" if self._pids[rank] else "in a call into C code, "
                 logger.warning(
                     "rank %d has been silent for %g s, and %s: it is stopped, %sor the "
                     "link to it is cut",
-                    *(
-                        rank,
-                        SILENT_S,
-                        comes,
-                        "" if is_here else "in a call into C code, ",
-                    ),
+                    *(rank, SILENT_S, comes, or_busy),
                 )
         return stopped
 

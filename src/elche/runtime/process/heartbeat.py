@@ -71,12 +71,9 @@ class Heartbeat:
 
     def _beat(self, now_s: float) -> None:
         since_s = self._waits_since_s
-        if since_s is not None:
-            self._channel.beat("", waits=now_s - since_s >= QUIET_S)
-        elif now_s - self._seen_s >= QUIET_S:
-            self._channel.beat(self._stack(), waits=False)
-        else:
-            self._channel.beat("", waits=False)
+        is_quiet = now_s - (since_s or self._seen_s) >= QUIET_S
+        stack = self._stack() if is_quiet and since_s is None else ""
+        self._channel.beat(stack, waits=is_quiet and since_s is not None)
 
     def _stack(self) -> str:
         """Innermost frames of the training thread.

@@ -8,8 +8,10 @@ terminated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,12 +39,13 @@ class LaunchedRun:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
-        self._backend = (config.backend or LocalRanks)(config)
+        self._loop = asyncio.get_running_loop()
+        self._backend = backend = (config.backend or LocalRanks)(config)
         self._key = secrets.token_bytes(KEY_BYTES)
         self._server = server = KeptCoordinator(
             config.world_size,
             self._key,
-            listener := self._backend.listen(),
+            listener := backend.listen(),
             survives=config.network is None,
         )
         # An emulated network needs no rendezvous of torch's.
@@ -50,10 +53,10 @@ class LaunchedRun:
         self._store = None if here is None else TorchStore(here)
         if config.display is not None:
             server.on_message = config.display.see
-        self.processes = RankProcesses(server, self._backend.fence)
+        self.processes = RankProcesses(server, backend.fence, backend.end_waiting)
         self.processes.on_dropped = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
-        may_grow, pipe = bool(config.rejoin), self._backend.pipe
+        may_grow, pipe = bool(config.rejoin), backend.pipe
         self._facts = LaunchFacts(pipe=pipe, may_grow=may_grow, resumes=True)
         self._places: dict[int, int] = {}  # place (device) of each rank
         self._replacements = config.rejoin
@@ -65,14 +68,14 @@ class LaunchedRun:
         self._server.start()  # while the ranks import
         await self.processes.wait()
 
-    @property
-    def is_over(self) -> bool:
-        """True if every rank has left, or the run was aborted."""
-        return self._server.status.is_finished or self._server.aborted is not None
+    def interrupt(self, number: signal.Signals) -> None:
+        """Calls `RankProcesses.interrupt`, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.processes.interrupt, number)
 
     async def join(self, place: int) -> None:
         """Starts another rank, which joins the run, unless that is over."""
-        if not self.is_over:
+        if not (self._server.status.is_finished or self._server.aborted):
             facts = replace(self._facts, joins=True)
             await self._start(len(self._places), place, facts)
 

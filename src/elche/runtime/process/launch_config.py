@@ -56,6 +56,9 @@ class RankBackend(Protocol):
     async def fence(self, process: RankProcess) -> None:
         """Kills a process (a stopped one, too) that the run continues without."""
 
+    def end_waiting(self) -> None:
+        """Ends ranks that no machine has had room for yet."""
+
     async def close(self) -> None:
         """Reads the ranks' remaining output, and releases all resources."""
 

@@ -36,7 +36,7 @@ def watch_launcher(rank: int) -> None:
     if not _is_pipe(descriptor):
         return  # started by a rank, which keeps its pipe for itself
     write_whole_lines()
-    wake_with_parent()
+    signal_with_parent(signal.SIGCONT)
     os.set_inheritable(descriptor, False)
     threading.Thread(
         target=_end_with_launcher,
@@ -46,13 +46,13 @@ def watch_launcher(rank: int) -> None:
     ).start()
 
 
-def wake_with_parent() -> None:
-    """Has a stopped process continue when its parent ends, so that it notices.
+def signal_with_parent(number: signal.Signals) -> None:
+    """Has the kernel signal this process when its parent ends.
 
-    Not SIGKILL: the end of a parent's thread counts too, and ranks end in order.
+    SIGCONT has a stopped process notice it. The end of a parent's thread counts too.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def ignore_signals() -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from elche.comm.control.addresses import listen
@@ -21,8 +22,8 @@ from elche.runtime.process.launchers import LAUNCH
 from elche.runtime.process.rank_processes import RankProcess
 
 LOOPBACK = "127.0.0.1"
-LINE_BYTES = 1 << 22
-LAST_LINES_S = 2.0
+READ_BYTES = 1 << 16
+LAST_LINES_S = 5.0
 """Deadline (s) to read the rest of the output after the ranks have ended."""
 OF_A_RANK = "ELCHE_SPEED", "ELCHE_DEVICE", LAUNCH
 
@@ -68,7 +69,6 @@ class LocalRanks:
             pass_fds=(self.pipe,),
             stdout=output.stdout,
             stderr=output.stderr,
-            limit=LINE_BYTES,
         )
         output.add(rank, process)
         return process
@@ -82,6 +82,9 @@ class LocalRanks:
         if process.pid is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
+
+    def end_waiting(self) -> None:
+        """Does nothing: no rank waits for this machine."""
 
     async def close(self) -> None:
         """See `RankBackend`."""
@@ -129,54 +132,38 @@ class RankOutput:
         self.stdout = piped if on_line is not None or shows_stdout else None
         self.stderr = None if display is None else piped
         self._readers: list[asyncio.Future[None]] = []
-        self._printers: list[asyncio.Future[None]] = []
 
     def add(self, rank: int, process: asyncio.subprocess.Process) -> None:
         """Starts reading a rank's output."""
-        if self._on_line is not None:
-            reading = _read_lines(process, rank, self._on_line)
-            self._readers.append(asyncio.ensure_future(reading))
-        if self._display is not None:
-            streams = [process.stderr]
-            if self._on_line is None:
-                streams.append(process.stdout)
-            for stream in filter(None, streams):
-                reading = _pass_on(stream, self._display.print_line)
-                self._printers.append(asyncio.ensure_future(reading))
+        shown = None if self._display is None else self._display.print_line
+        on_line = shown if self._on_line is None else partial(self._on_line, rank)
+        for stream, take in ((process.stdout, on_line), (process.stderr, shown)):
+            if stream is not None and take is not None:
+                self._readers.append(asyncio.ensure_future(_pass_on(stream, take)))
 
     async def close(self) -> None:
         """Reads the remaining output after the ranks' end, and removes the view."""
-        await asyncio.gather(*self._readers)
-        if self._printers:  # a process that a rank has left behind may hold a pipe open
-            await asyncio.wait(self._printers, timeout=LAST_LINES_S)
-        for printer in self._printers:
-            printer.cancel()
+        if self._readers:  # a process that a rank has left behind may hold a pipe open
+            read, late = await asyncio.wait(self._readers, timeout=LAST_LINES_S)
+            for reader in late:
+                reader.cancel()
+            await asyncio.gather(*read)  # raises what `on_line` has
         if self._display is not None:
             self._display.close()
 
 
-async def _pass_on(
-    stream: asyncio.StreamReader, print_line: Callable[[str], None]
-) -> None:
-    """Prints lines as they arrive; of an overwritten one (a bar's), the last text."""
+async def _pass_on(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    """Passes on lines as they arrive; of an overwritten one (a bar's) the last."""
     rest = ""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    while piece := await stream.read(LINE_BYTES):
+    while piece := await stream.read(READ_BYTES):
         *lines, rest = (rest + decoder.decode(piece)).split("\n")
         for line in lines:
-            print_line(_last_shown(line))
+            take(_last_shown(line))
         rest = rest[max(0, rest.rstrip("\r").rfind("\r")) :]
     if rest:
-        print_line(_last_shown(rest))
+        take(_last_shown(rest))
 
 
 def _last_shown(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2]
-
-
-async def _read_lines(
-    process: asyncio.subprocess.Process, rank: int, take: Callable[[int, str], None]
-) -> None:
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        take(rank, line.decode(errors="replace").rstrip("\n"))

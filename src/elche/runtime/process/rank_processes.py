@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Protocol, final
 
@@ -57,6 +57,7 @@ class RankProcesses:
     Args:
         server: the run's coordinator, notified of ends and of interruptions.
         fence: kills a process that the run continues without.
+        end_waiting: see `RankBackend`.
 
     Attributes:
         signal: the first signal that the launcher was sent, if any.
@@ -71,9 +72,10 @@ class RankProcesses:
         self,
         server: KeptCoordinator,
         fence: Callable[[RankProcess], Awaitable[None]],
+        end_waiting: Callable[[], None],
     ) -> None:
         self._server = server
-        self._fence = fence
+        self._fence, self._end_waiting = fence, end_waiting
         self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
@@ -92,8 +94,20 @@ class RankProcesses:
         self._watchers.append(asyncio.ensure_future(self._watch(rank, process)))
 
     def handle_signals(self) -> None:
-        """Routes signals of this process to :meth:`interrupt`, or to the ranks."""
-        handle_signals(self._processes, self.interrupt)
+        """Routes signals of this process to ranks that handle them, or ends the run."""
+
+        def take(number: signal.Signals) -> None:
+            to = self._processes.values() if number in SCRIPTS else ()
+            handling = [process for process in to if _handles(process, number)]
+            for process in handling:
+                send_signal(process, number)
+            if not handling:
+                self.interrupt(number)
+
+        for number in (*SIGNALS, *SCRIPTS):
+            if number in SIGNALS or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                with contextlib.suppress(NotImplementedError):
+                    asyncio.get_running_loop().add_signal_handler(number, take, number)
 
     def interrupt(self, number: signal.Signals) -> None:
         """Handles a signal to the launcher: ends all ranks; a second one kills them.
@@ -109,6 +123,7 @@ class RankProcesses:
         if self.signal is not None:
             self._kill()
             return
+        self._end_waiting()
         self.signal, status = number, self._server.status
         self.interruption = f"interrupted: the launcher received {number.name}"
         sent = number if number in SIGNALS else signal.SIGTERM
@@ -177,6 +192,7 @@ class RankProcesses:
                 if has_dropped and self.on_dropped and math.isinf(deadline_s):
                     await self.on_dropped(rank)
             if self._run_is_over:
+                self._end_waiting()
                 patience_s = min(patience_s, GRACE_S)
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
         await self._terminate()
@@ -243,25 +259,6 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def handle_signals(
-    processes: Mapping[int, RankProcess], interrupt: Callable[[signal.Signals], None]
-) -> None:
-    """Routes signals to ranks that handle them, else to ``interrupt``."""
-
-    def take(number: signal.Signals) -> None:
-        to = processes.values() if number in SCRIPTS else ()
-        handling = [process for process in to if _handles(process, number)]
-        for process in handling:
-            send_signal(process, number)
-        if not handling:
-            interrupt(number)
-
-    for number in (*SIGNALS, *SCRIPTS):
-        if number in SIGNALS or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            with contextlib.suppress(NotImplementedError):
-                asyncio.get_running_loop().add_signal_handler(number, take, number)
-
-
 def _handles(process: RankProcess, number: signal.Signals) -> bool:
     """Returns True if a process has a handler for a signal."""
     with contextlib.suppress(OSError):  # it has ended, or there is no /proc
@@ -273,13 +270,6 @@ def _handles(process: RankProcess, number: signal.Signals) -> bool:
 
 def has_terminal() -> bool:
     """True if this process group is the one that a terminal sends Ctrl-C to."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+    with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False

@@ -1,0 +1,63 @@
+"""The supervisor of a run on Ray, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+import elche.ray
+from elche.errors import CommunicationError
+from elche.ray import supervisor
+from elche.ray.rank_specs import Job
+from elche.ray.ray_ranks import RayProcess
+from elche.ray.supervisor import Supervisor
+from elche.runtime.process.launch_config import LaunchConfig
+from elche.runtime.process.restarts import RestartConfig
+
+
+def test_a_start_that_fails_in_an_unforeseen_way_ends() -> None:
+    async def fail(process: RayProcess) -> int:
+        raise ValueError("no such resource")
+
+    async def start() -> int:
+        process = RayProcess(fail)
+        return await asyncio.wait_for(process.wait(), 5.0)
+
+    assert asyncio.run(start()) == 1
+
+
+def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:
+    made: Any = Supervisor(Job([], b"", LaunchConfig(command=()), RestartConfig(), 1.0))
+    first, second = Mock(), Mock()
+    made.interrupt(signal.SIGINT)
+    made._begin(first)
+    first.interrupt.assert_called_once_with(signal.SIGINT)
+    made.interrupt(signal.SIGTERM)
+    made._begin(second)
+    second.interrupt.assert_called_once_with(signal.SIGTERM)
+
+
+def test_nodes_come_and_go_and_ray_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is survived; a lasting one ends the run by name."""
+    seen: Iterator[Any] = iter([OSError("away"), ["a", "b"], ["b", "c"], ["b", "c"]])
+
+    def fitting(ranks: Any) -> Any:
+        if isinstance(found := next(seen, OSError("gone")), list):
+            return found
+        raise found
+
+    monkeypatch.setattr(supervisor, "_fitting", fitting)
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.0)
+    run, there = Mock(join=AsyncMock()), Mock(add=Mock(return_value=7))
+    places = {"a": 0}
+    with pytest.raises(CommunicationError, match=r"30 times in a row .*gone"):
+        asyncio.run(supervisor._add_nodes(run, there, elche.ray.per_node(), places))
+    run.join.assert_awaited_once_with(7)
+    there.move.assert_called_once_with(0, elche.ray.per_node().on("c"))
+    assert places == {"b": 7, "c": 0}
+    run.interrupt.assert_called_once_with(signal.SIGTERM)

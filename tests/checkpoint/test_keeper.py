@@ -21,6 +21,8 @@ from elche.checkpoint.capture import random_state, restore_random
 from elche.checkpoint.contents import Contents
 from elche.checkpoint.keeper import CheckpointConfig
 from elche.checkpoint.store import CheckpointStore
+from elche.devices import choice
+from elche.devices import random_state as devices
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.process.stop_signals import StopRequest
 from elche.session.process import process
@@ -170,6 +172,30 @@ def test_the_second_of_a_pair_of_normal_numbers_is_kept() -> None:
     state, second = random_state({}), random.gauss(0.0, 1.0)
     restore_random(state, {})
     assert random.gauss(0.0, 1.0) == second
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_random_states_of_accelerators_are_restored_on_their_type(
+    monkeypatch: pytest.MonkeyPatch, is_old: bool, kind: str
+) -> None:
+    """Files from before 0.1 name no type: theirs is CUDA's."""
+    device, given, restored = torch.device(kind, 1), torch.arange(3), list[Any]()
+    monkeypatch.setattr(choice, "is_started", lambda: True)
+    monkeypatch.setattr(choice, "current_device", lambda: device)
+    monkeypatch.setattr(choice, "kind", lambda: "cuda")
+    monkeypatch.setattr(devices, "state_of", lambda _: given)
+    monkeypatch.setattr(devices, "restore", lambda *told: restored.append(told))
+    state = random_state({})
+    assert state["device"] == {"type": "cuda", "state": given}
+    if is_old:
+        state["cuda"] = state.pop("device")["state"]
+    monkeypatch.setattr(choice, "kind", lambda: kind)
+    restore_random(state, {})
+    assert restored == [(device, given)] * (kind == "cuda")
+    if is_old:
+        restore_random({**state, "cuda": None}, {})  # of a machine without one
+        assert len(restored) == (kind == "cuda")
 
 
 def test_a_loop_that_breaks_where_it_saves(tmp_path: Path) -> None:

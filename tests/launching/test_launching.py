@@ -134,7 +134,7 @@ def test_an_accelerator_in_a_fork_of_a_notebook_that_used_it(
     monkeypatch.setattr(function_rank.choice, "start", init)
     monkeypatch.setattr(function_rank.choice, "kind", lambda: "cuda")
     with pytest.raises(elche.ConfigError, match="cuda was used in this notebook"):
-        function_rank.check_fork()
+        function_rank.call_in_fork(print)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--devices", callback=names, help="A device per rank, such as cuda:0,cpu."
         ),
-        click.option("--nproc", type=int, help="Ranks; default: one per CUDA device."),
+        click.option("--nproc", type=int, help="Ranks; default: one per accelerator."),
     ):
         command = option(command)
     return command

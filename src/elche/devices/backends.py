@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from elche.devices import choice
-from elche.torch_internals.groups import nccl_options, registered_backend, xccl_options
-
-NCCL, XCCL, GLOO = "nccl", "xccl", "gloo"
+from elche.torch_internals.groups import native_group, registered_backend
 
 
 def own_backend(device: torch.device) -> str:
@@ -20,12 +19,8 @@ def own_backend(device: torch.device) -> str:
         name = dist.get_default_backend_for_device(device)
     except ValueError:
         return ""
-    is_here = {
-        GLOO: False,  # through the host
-        NCCL: dist.is_nccl_available(),
-        XCCL: dist.is_xccl_available(),
-    }
-    return name if is_here.get(name, registered_backend(name) is not None) else ""
+    is_here = {"nccl": dist.is_nccl_available(), "xccl": dist.is_xccl_available()}
+    return name if is_here.get(name) or registered_backend(name) else ""
 
 
 def place_of(device: torch.device) -> str:
@@ -47,18 +42,13 @@ def form_group(
     NCCL's watchdog calls the store from other threads, so it must be a torch store.
     """
     name = own_backend(device)
-    if name == NCCL:
-        return dist.ProcessGroupNCCL(store, rank, size, nccl_options(deadline))
-    if name == XCCL:
-        xccl: Any = dist.ProcessGroupXCCL
-        return xccl(store, rank, size, xccl_options(deadline))
-    create: Any = registered_backend(name)
+    create = registered_backend(name) or partial(native_group, name)
     return create(store, rank, size, deadline)
 
 
 def gloo_takes(tensor: torch.Tensor) -> bool:
     """True if gloo sums tensors of this device, if perhaps through the host."""
-    return tensor.device.type in dist.Backend.backend_capability[GLOO]
+    return tensor.device.type in dist.Backend.backend_capability["gloo"]
 
 
 def control_device(process_group: Any) -> torch.device:

@@ -6,7 +6,6 @@ have by itself is registered by the extension that the user imports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from elche.errors import ConfigError
 CPU = torch.device("cpu")
 NVIDIA = "cuda"
 """Type of NVIDIA's devices in torch, and of AMD's."""
-UNTRIED = " (untried)"
-"""Suffix of the product names of devices on which elche was never run."""
+UNTRIED = " (nobody has tried it)"
+"""Suffix of the names of devices on which elche was never run."""
 
 
 def kind() -> str:
@@ -124,17 +123,6 @@ def product_name(device: torch.device) -> str:
         return "CPU"
     name = "" if find is None else f" {find(device)}"
     return f"{device.type.upper()}{name}{UNTRIED}"
-
-
-def untried_note(names: Iterable[str]) -> str:
-    """A line about devices on which elche was never run, by product names; or ""."""
-    kinds = {name.split()[0].lower() for name in names if name.endswith(UNTRIED)}
-    if not kinds:
-        return ""
-    return (
-        f"elche: nobody has run elche on {', '.join(sorted(kinds))} yet: compare a "
-        "short run with one on the CPU, and report what fails"
-    )
 
 
 def module_of(kind: str) -> Any:

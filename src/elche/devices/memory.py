@@ -74,7 +74,7 @@ def _driver_bytes(device: torch.device) -> tuple[int, int]:
             total = module.recommended_max_memory()
             return max(0, total - module.driver_allocated_memory()), total
         free, total = find(device) if find is not None else (0, 0)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return 0, 0
     return int(free), int(total)
 
@@ -96,6 +96,6 @@ def widest_float(device: torch.device) -> torch.dtype:
     """Dtype of sums on a device: float64, or float32 if it has no doubles (mps)."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).add_(1.0)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError):
         return torch.float32
     return torch.float64

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any, cast
 
 import torch
 
 from elche.devices.choice import NVIDIA
 from elche.errors import ConfigError
-
-Stream = torch.Stream
-Event = torch.Event
 
 
 @cache
@@ -24,51 +22,27 @@ def has_streams(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     try:
-        beside = Stream(device)
         torch.empty(1, device="cpu", pin_memory=True)
-    except (RuntimeError, NotImplementedError):
+        return torch.Stream(device) != torch.Stream(device)
+    except RuntimeError:
         return False
-    return beside != current_stream(device)
 
 
-@cache
-def has_events(device: torch.device) -> bool:
-    """True if a device's progress can be asked for; the CPU has none to ask for."""
-    if device.type == "cpu":
-        return False
-    try:
-        record_event(device)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-def current_stream(device: torch.device) -> Stream:
+def current_stream(device: torch.device) -> torch.Stream:
     """The stream on which this thread's work for a device is enqueued."""
     return torch.accelerator.current_stream(device)
 
 
-def record_event(device: torch.device) -> Event:
+def record_event(device: torch.device) -> torch.Event:
     """An event behind all work that this thread has enqueued for a device."""
-    event = Event(device)
+    event = torch.Event(device)
     event.record(current_stream(device))
     return event
 
 
-@contextmanager
-def beside(stream: Stream | None) -> Iterator[None]:
+def beside(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """Context whose work and allocations use a stream; None: the current one."""
-    if stream is None:
-        yield
-        return
-    index = torch.accelerator.current_device_index()
-    before = current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(index)
+    return nullcontext() if stream is None else cast("Any", stream)
 
 
 def host_memory(

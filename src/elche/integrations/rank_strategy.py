@@ -78,13 +78,7 @@ class RankStrategy(ABC):
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        kind = self.root_device.type
-        if kind not in self.accelerators:
-            raise ConfigError(
-                f"the framework has no accelerator class for {kind}, the device of "
-                f"rank {self.global_rank}; choose among {sorted(self.accelerators)}"
-            )
-        self._accelerator = self.accelerators.get(kind)
+        self._accelerator = self.accelerators.get(self.root_device.type)
 
     @property
     def is_global_zero(self) -> bool:

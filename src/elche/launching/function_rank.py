@@ -38,7 +38,7 @@ def run_rank(
     """
     _begin_rank(environment, output)
     if _is_fork() and _wants_accelerator():
-        main = partial(_call_with_accelerator, main)
+        main = partial(call_in_fork, main)
     code, message = call_as_rank(main, args, pickle.dumps)
     Path(result).write_bytes(message)
     sys.exit(code)
@@ -98,11 +98,6 @@ def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> No
         )
 
 
-def _call_with_accelerator(main: Callable[..., Any], *args: Any) -> Any:
-    check_fork()
-    return main(*args)
-
-
 def _is_fork() -> bool:
     """True if this process is the fork of a notebook."""
     return multiprocessing.get_start_method() == "fork"
@@ -114,8 +109,8 @@ def _wants_accelerator() -> bool:
     return choice.count() > 0
 
 
-def check_fork() -> None:
-    """Refuses an accelerator in a fork whose parent has used it.
+def call_in_fork(main: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``main``, unless the fork's parent has used the accelerator.
 
     Raises:
         ConfigError: the message says what to do instead.
@@ -129,3 +124,4 @@ def check_fork() -> None:
             "before, or write main to a file (%%writefile train.py) and import it "
             f"({error})"
         ) from error
+    return main(*args)

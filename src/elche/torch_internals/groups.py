@@ -21,18 +21,14 @@ def gloo_options(timeout: timedelta, listen: str) -> Any:
     return options
 
 
-def nccl_options(timeout: timedelta) -> Any:
-    """Options of an NCCL group."""
-    options = dist.ProcessGroupNCCL.Options()
+def native_group(
+    name: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> Any:
+    """Makes a group of torch's own backend ``nccl`` or ``xccl``."""
+    kind: Any = getattr(dist, f"ProcessGroup{name.upper()}")
+    options = kind.Options()
     options._timeout = timeout
-    return options
-
-
-def xccl_options(timeout: timedelta) -> Any:
-    """Options of an XCCL group."""
-    options = dist.ProcessGroupXCCL.Options()
-    options._timeout = timeout
-    return options
+    return kind(store, rank, size, options)
 
 
 def registered_backend(name: str) -> Callable[..., Any] | None:

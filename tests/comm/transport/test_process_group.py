@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from elche.comm.transport import process_group
+from elche.comm.transport.exchange import succeeded
 from elche.comm.transport.process_group import Group
 
 
@@ -23,3 +26,41 @@ def test_a_tensor_outlives_gloos_thread_where_a_fork_would_hang(
     more = int(may_deadlock)
     assert summed._use_count() == before[0] + more
     assert copied._use_count() == before[1] + more
+
+
+class Doubling:
+    """In gloo's place: two equal ranks, whose sum is there once it is waited for."""
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Doubling:
+        self.sent, self.waits = tensors[0], 0
+        return self
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Doubling:
+        return self.allreduce([tensor])
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            self.sent.mul_(2.0)
+
+
+def test_tensors_that_gloo_does_not_take_go_through_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_group, "gloo_takes", lambda tensor: False)
+    gloo: Any = Doubling()
+    group = Group(gloo, 0, 2, 1.0)
+    tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
+    work = group.all_reduce_async(tensor)
+    assert gloo.sent.data_ptr() != tensor.data_ptr()
+    assert succeeded(work)  # asked from wherever: the device's tensor stays
+    assert tensor.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    group.wait(work, "a sum")
+    assert tensor.tolist() == [[2.0, 6.0], [4.0, 8.0]]
+    group.broadcast(tensor, "a copy")
+    assert tensor.tolist() == [[4.0, 12.0], [8.0, 16.0]]
+    group.leave()  # gloo's own works are kept, which the copies belong to
+    assert process_group._left.pop()[1] == [gloo]

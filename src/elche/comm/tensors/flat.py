@@ -229,8 +229,8 @@ class DeviceStage:
         self._device = device
         self._flat = torch.empty(numel, dtype=dtype, device=device)
         self._views = shaped(self._flat, tensors)
-        self._stream = streams.Stream(device)
-        self._fetched = streams.Event(device)
+        self._stream = torch.Stream(device)
+        self._fetched = torch.Event(device)
 
     @staticmethod
     def for_tensors(

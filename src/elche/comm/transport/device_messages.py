@@ -33,7 +33,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = streams.Stream(device)
+        self._stream = torch.Stream(device)
 
     def computed(self) -> Callable[[], bool]:
         """Returns a poll for the completion of all work submitted to the device."""

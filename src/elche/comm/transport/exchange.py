@@ -26,7 +26,6 @@ from elche.comm.transport.process_group import Group
 from elche.comm.transport.shared_memory import (
     aligned,
     map_together,
-    may_share_memory,
 )
 from elche.errors import ProtocolError
 
@@ -391,11 +390,3 @@ def agree_to_share(group: Group, own: bool) -> bool:
     mine = torch.tensor([int(own)], device="cpu")
     group.all_reduce(mine, "agreeing whether memory may be shared")
     return group.world_size > 1 and int(mine) == group.world_size
-
-
-def can_share(device: torch.device) -> bool:
-    """True if a rank with this device can share memory within its host.
-
-    Requires the CPU, and a processor on which other cores see writes in order.
-    """
-    return device.type == "cpu" and may_share_memory()

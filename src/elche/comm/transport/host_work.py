@@ -10,13 +10,6 @@ from typing import Any, final
 
 import torch
 
-from elche.devices.streams import host_memory
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a device's tensor to the host, behind the work that writes it."""
-    return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-
 
 @final
 class HostWork:

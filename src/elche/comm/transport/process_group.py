@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.control.addresses import host_name
-from elche.comm.transport.host_work import HostWork, on_host
+from elche.comm.transport.host_work import HostWork
 from elche.devices.backends import gloo_takes
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
@@ -298,7 +298,7 @@ class Group:
         Works are recorded, since they may be pending when the group is left.
         """
         taken = gloo_takes(tensor)
-        near = tensor if taken else on_host(tensor)
+        near = tensor if taken else tensor.to("cpu", copy=True)
         self._keep(near)
         work = collective(near)
         self._works = [w for w in self._works if not w.is_completed()]

@@ -80,7 +80,7 @@ class Copy:
 
     data: Any
     source: Any
-    fence: streams.Event
+    fence: torch.Event
 
 
 class CopyStream:
@@ -96,7 +96,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = streams.Stream(device)
+        self._stream = torch.Stream(device)
         self._can_pin = True
 
     def copy(self, data: Any, pin: bool) -> Copy:
@@ -111,7 +111,7 @@ class CopyStream:
             fence = streams.record_event(self._device)
         return Copy(moved, source, fence)
 
-    def wait(self, fence: streams.Event) -> None:
+    def wait(self, fence: torch.Event) -> None:
         """Makes the stream that trains wait for a copy; the host does not."""
         streams.current_stream(self._device).wait_event(fence)
 

@@ -15,13 +15,14 @@ from typing import final
 
 from elche.comm.control.control_channel import ControlChannel
 from elche.comm.transport.device_group import DeviceGroupConfig, open_device_group
-from elche.comm.transport.exchange import agree_to_share, can_share
+from elche.comm.transport.exchange import agree_to_share
 from elche.comm.transport.host_exchange import HostLeaders
 from elche.comm.transport.process_group import (
     Group,
     end_left_groups,
     keep_left_groups,
 )
+from elche.comm.transport.shared_memory import may_share_memory
 from elche.coordination.protocol.instructions import Abort, Regroup, Welcome
 from elche.devices.backends import form_group
 from elche.errors import CommunicationError, ConfigError
@@ -114,7 +115,8 @@ class RankGroups:
 
     def _note_transport(self, transport: str) -> None:
         """Records the transport of groups; each group agrees on shared memory."""
-        self.can_share = transport != "gloo" and can_share(self._placement.device)
+        on_cpu = self._placement.device.type == "cpu"
+        self.can_share = transport != "gloo" and on_cpu and may_share_memory()
         listen = self._placement.listen if transport == "nccl" else ""
         self._device_config = DeviceGroupConfig(
             self._timeout_s, self._form_devices, listen

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch import distributed as dist
 
@@ -104,7 +104,7 @@ class Worker:
         )
         self.is_due, self._has_default_group = False, not dist.is_available()
         self._aborted: ElcheError | None = None
-        self._events: deque[streams.Event] = deque()
+        self._events: deque[Any] = deque()
 
     @property
     def group(self) -> Group:
@@ -239,7 +239,7 @@ class Worker:
     def pace_device(self) -> None:
         """Keeps the host at most two batches ahead of an accelerator."""
         device = self.placement.device
-        if not streams.has_events(device):
+        if device.type == "cpu":
             return
         self._events.append(streams.record_event(device))
         if len(self._events) > HOST_AHEAD_BATCHES:

@@ -23,7 +23,7 @@ MAX_NAME_CHARS = 200
 BUFFER_VALUES = 256
 _Entries = list[tuple[str, float]]
 """Name and weight of each value in a buffer."""
-_Place = tuple[torch.device, streams.Stream | None]
+_Place = tuple[torch.device, torch.Stream | None]
 
 
 class Readback:

@@ -46,6 +46,7 @@ def test_memory_of_a_recorded_stream_is_awaited(device: torch.device) -> None:
     set_memory_bytes(0, 8 * MB)
     side = torch.Stream(device)
     values = torch.ones(5 * MB, dtype=torch.uint8, device=device)
+    torch.accelerator.synchronize()
     with side:
         copy = values[:100] + 0
     values.record_stream(side)

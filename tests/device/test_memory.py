@@ -16,7 +16,8 @@ MB = 2**20
 
 def test_host_access_is_a_segmentation_fault(device: torch.device) -> None:
     script = (
-        "import ctypes, torch; from tests import device\n"
+        "import ctypes, resource, torch; from tests import device\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "values = torch.ones(4, device=device.register())\n"
         "torch.accelerator.synchronize()\n"
         "ctypes.string_at(values.data_ptr(), 4)\n"

@@ -16,7 +16,8 @@ MB = 2**20
 
 def test_host_access_is_a_segmentation_fault(device: torch.device) -> None:
     script = (
-        "import ctypes, torch; from tests import device\n"
+        "import ctypes, resource, torch; from tests import device\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "values = torch.ones(4, device=device.register())\n"
         "torch.accelerator.synchronize()\n"
         "ctypes.string_at(values.data_ptr(), 4)\n"
@@ -46,6 +47,7 @@ def test_memory_of_a_recorded_stream_is_awaited(device: torch.device) -> None:
     set_memory_bytes(0, 8 * MB)
     side = torch.Stream(device)
     values = torch.ones(5 * MB, dtype=torch.uint8, device=device)
+    torch.accelerator.synchronize()
     with side:
         copy = values[:100] + 0
     values.record_stream(side)

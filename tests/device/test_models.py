@@ -138,6 +138,7 @@ def test_grad_scaler_skips_a_step_of_infinities(device: torch.device) -> None:
         assert (layer.weight.tolist() == kept) == (factor != 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_pins_batches(device: torch.device, workers: int) -> None:
     dataset = TensorDataset(torch.arange(64.0))

@@ -49,6 +49,7 @@ def test_environment_configures_a_child(device: torch.device) -> None:
     assert ended.stdout.splitlines() == ["3", f"({free}, {total})", "True True"], ended
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_fork_is_refused(device: torch.device) -> None:
     torch.ones(3, device=device)
     child = os.fork()

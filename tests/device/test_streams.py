@@ -111,7 +111,7 @@ def test_host_operators_are_counted(device: torch.device) -> None:
     assert host_operator_counts()["aten::nonzero"] == before + 1
 
 
-def test_copy_between_devices_is_ordered(device: torch.device) -> None:
+def test_copy_between_devices_waits_for_its_source(device: torch.device) -> None:
     source = torch.zeros(100, device=device)
     with held():
         source.add_(1)
@@ -119,6 +119,17 @@ def test_copy_between_devices_is_ordered(device: torch.device) -> None:
         doubled = target * 2
         source.zero_()
     assert float(doubled.sum()) == 200.0
+
+
+def test_copy_between_devices_waits_for_its_target(device: torch.device) -> None:
+    source = torch.ones(100, device=device)
+    target = torch.zeros(100, device="tdev:1")
+    torch.accelerator.synchronize()
+    with held(torch.accelerator.current_stream(1)):
+        target.fill_(7)
+        target.copy_(source, non_blocking=True)
+        assert not torch.accelerator.current_stream().query()
+    assert float(target.sum()) == 100.0
 
 
 def test_error_of_a_kernel_is_raised_later(device: torch.device) -> None:

@@ -94,7 +94,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
 
 
 def _run_between_epochs(call: str) -> Run | SingleRun:
-    run = needed(process.run, call)
+    run: Run | SingleRun = needed(process.run, call)
     if run.is_in_epoch:
         raise ConfigError(
             f"{call}() inside an epoch, where ranks hold different things; call it "

@@ -94,7 +94,9 @@ def load_state_dict(state: dict[str, Any]) -> None:
 
 
 def _run_between_epochs(call: str) -> Run | SingleRun:
-    run: Run | SingleRun = needed(process.run, call)
+    run = process.run
+    if run is None:
+        raise ConfigError(f"elche.{call}() needs a run: call elche.setup first")
     if run.is_in_epoch:
         raise ConfigError(
             f"{call}() inside an epoch, where ranks hold different things; call it "

@@ -97,10 +97,14 @@ class Counted:
 
 @contextmanager
 def counting(folder: Path, *args: Any, **options: Any) -> Iterator[Counted]:
-    """Runs `count` from a thread of its own."""
+    """Runs `count` from a thread of its own; ranks end with the test."""
     with ThreadPoolExecutor(1) as pool:
         words = (str(folder), *args)
-        yield Counted(folder, pool.submit(elche.ray.run, count, args=words, **options))
+        ending = pool.submit(elche.ray.run, count, args=words, **options)
+        try:
+            yield Counted(folder, ending)
+        finally:
+            (folder / "stop").write_text("0")
 
 
 @contextmanager

@@ -101,12 +101,6 @@ async def _add_nodes(
 ) -> None:
     """Starts a rank on each node that comes: one that is missing, or another.
 
-    Args:
-        run: the launched run.
-        there: its ranks.
-        ranks: requirements of a node.
-        places: place of each node.
-
     Raises:
         CommunicationError: Ray does not list its nodes any more; the run ends.
     """

@@ -72,8 +72,8 @@ def built() -> Path:
                 missing = [each for each in objects.items() if not each[0].exists()]
                 list(pool.map(lambda each: _run(COMPILE, each[0], each[1]), missing))
             _run(LINK, product, *objects)
-            for old in {*BUILDS.glob("*.o"), *BUILDS.glob("*.so")}:
-                if old not in objects and old != product:
+            for old in BUILDS.iterdir():
+                if old not in objects and old not in (product, BUILDS / "lock"):
                     old.unlink()
     return product
 
@@ -88,7 +88,7 @@ def _digest(*parts: bytes | str) -> str:
 
 def _run(command: list[str], product: Path, *sources: Path) -> None:
     """Runs the command; its product exists only when it is complete."""
-    partial = product.with_suffix(".partial")
+    partial = product.with_suffix(f".partial-{os.getpid()}")  # a killed build's may run
     done = subprocess.run(
         [*command, "-o", str(partial), *map(str, sources)],
         capture_output=True,

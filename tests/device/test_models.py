@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.device import delays
+
 Optimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -99,6 +101,12 @@ def losses(
 def test_model_equals_cpu(device: torch.device, model: str) -> None:
     expected = losses("cpu", model)
     assert losses(device, model) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_delays_change_no_number(device: torch.device) -> None:
+    expected = losses(device)
+    with delays("random", longest_us=200, seed=5):
+        assert losses(device) == expected
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.checkpoint import contents
 from elche.checkpoint.capture import random_state, restore_random
 from elche.checkpoint.contents import Contents
 from elche.checkpoint.keeper import CheckpointConfig
 from elche.checkpoint.store import CheckpointStore
+from elche.checkpoint.writer import CheckpointWriter
+from elche.coordination.accounts.copy_updates import DueUpdates
 from elche.devices import choice
 from elche.devices import random_state as devices
 from elche.errors import ConfigError, MismatchError
@@ -127,44 +129,60 @@ def test_who_does_not_resume_is_told(
     assert not caplog.text
 
 
-def test_a_pass_that_is_done_counts_no_epoch(tmp_path: Path) -> None:
-    # Once: on one device the pass that was left out had a number of its own.
-    for resumes in (False, True):
-        model, optimizer, loader = set_up()
-        assert elche.resume(tmp_path) == resumes
-        for _ in elche.epochs(1):
-            for number in range(2):
-                for batch, _ in enumerate(loader):
-                    step(model, optimizer)
-                    if number == 1 and batch == 0 and not resumes:
-                        elche.save(tmp_path)
-        assert elche.epoch_metrics().epoch == 1
-        elche.shutdown()
-
-
 def test_the_last_checkpoint_is_made_once(tmp_path: Path) -> None:
     set_up()
     keeper = process.checkpoints
     keeper._stops = StopRequest()  # as a loop that ends by itself gives it
     keeper.configure(CheckpointConfig(folder=tmp_path))
+    keeper._due_at_s = 0.0
     keeper.cut(is_end=True)
+    keeper._writers[tmp_path].wait(60.0)
+    assert not keeper.wants_cut()  # the next one is due later
     keeper.end()
     elche.shutdown()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001"]
 
 
-def test_a_rank_that_was_not_there_has_nothing_of_its_own(tmp_path: Path) -> None:
-    saved(tmp_path)
+def contents_of(rank: int, number: int, *, is_common: bool) -> Contents:
+    """What a rank holds, with this number in all of it."""
+    torch.manual_seed(number)
+    parts, kept = cast(Any, process.checkpoints._run).parts(), DueUpdates()
+    parts.optimizers[0].param_groups[0]["lr"] = number
+    group = dict.fromkeys(("momentum", "base", "residual"), number)
+    state = {"averaging": {"groups": [group]}}
+    parts = replace(parts, is_common=is_common, state=state)
+    kept.load_state_dict([number, 1])  # a rank's own: it changes with no model
+    return Contents(rank=rank, parts=parts, schedulers=[], registered={"kept": kept})
+
+
+@pytest.mark.parametrize(
+    ("was_common", "is_common"), [(True, True), (False, False), (False, True)]
+)
+def test_a_rank_gets_what_is_common_and_its_own(
+    was_common: bool, is_common: bool, tmp_path: Path
+) -> None:
+    """Rank 2 was not there: it has no residual and its own seed, else rank 0's."""
     set_up()
-    found = CheckpointStore(tmp_path).newest()
-    run: Any = process.checkpoints._run
-    torch.manual_seed(7)
-    new = Contents(rank=1, parts=run.parts(), schedulers=[], registered={})
-    new.load(cast(Any, found))
-    assert torch.initial_seed() == 7
-    first, own = ({"groups": [{"residual": each}]} for each in "ab")
-    assert contents._joined(first, own) == own
-    assert contents._joined(first, None) == {"groups": [{"residual": None}]}
+    store = CheckpointStore(tmp_path)
+    for rank in (1, 0):
+        held = contents_of(rank, rank, is_common=was_common).capture({})
+        writer = CheckpointWriter(store, rank, 2, "run", deadline_s=60.0)
+        writer.begin("checkpoint-00000001", held, {})
+        writer.close(60.0)
+    found, loaded = store.newest(), []
+    for rank in range(3):
+        new = contents_of(rank, 9, is_common=is_common)
+        (group,) = new.load(cast(Any, found))["run"]["averaging"]["groups"]
+        assert (group["momentum"], group["base"]) == (0, 0)
+        (rates,) = new.parts.optimizers[0].param_groups
+        own = (
+            new.registered["kept"].state_dict()[0],
+            group["residual"],
+            torch.initial_seed(),
+        )
+        loaded.append((rates["lr"], *own))
+    rate = 0 if is_common else 1
+    assert loaded == [(0, 0, 0, 0), (rate, 1, 1, 1), (0, 0, None, 9)]
 
 
 def test_the_second_of_a_pair_of_normal_numbers_is_kept() -> None:
@@ -227,6 +245,8 @@ def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
     elche.resume(tmp_path)
     passes = [[len(list(loader)), len(list(loader))] for _ in elche.epochs(2)]
     assert passes == [[0, 2], [3, 3]]
+    # Once: on one device the pass that was left out had a number of its own.
+    assert elche.epoch_metrics().epoch == 3
     assert elche.progress_steps() == 12.0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases.tasks import (
+    COMMON_STEPS,
     Task,
     difference,
     identical,
@@ -45,13 +46,7 @@ def test_a_gradient_window_is_a_step_on_the_union(
         dtype=dtype,
         optimizer=optimizer,
         shuffle=False,
-        options={
-            "policy": "cadence",
-            "update": "gradients",
-            "deterministic": True,
-            "speed_hints": (1.0, 0.5),
-            "local_batch_size": 16,
-        },
+        options={**COMMON_STEPS, "local_batch_size": 16},
     )
     reference = plain(dataclasses.replace(task, batch_size=48, options={}))
     traces = ranks2.serve(shared, task)
@@ -65,13 +60,7 @@ def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
         samples=16 * 3 * 4,
         shuffle=False,
         dtype="float64",
-        options={
-            "policy": "cadence",
-            "update": "gradients",
-            "deterministic": True,
-            "speed_hints": (1.0, 0.5),
-            "windows_max_grad_norm": 0.1,
-        },
+        options={**COMMON_STEPS, "windows_max_grad_norm": 0.1},
     )
     clipped = dataclasses.replace(task, batch_size=24, loop="clip", options={})
     traces = ranks2.serve(shared, task)

@@ -304,19 +304,23 @@ def test_residuals_go_on_in_another_memory_format() -> None:
             torch.testing.assert_close(got.flatten() + left, want.flatten() / 2)
 
 
+def sent(
+    group: ThreadGroup, model: nn.Linear, codec: str, own: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """A step along this gradient: the mean gradient, and bytes sent."""
+    reducer = coded(model, group, codec, 1 << 20)
+    reducer.begin_step(StepPart(0.5, 2))
+    model.weight.grad = own.clone()
+    reducer.run_without_backward()
+    reducer.end_step()
+    return model.weight.grad.clone(), group.sent_bytes
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_travels_encoded(dtype: torch.dtype) -> None:
-    def run(group: ThreadGroup, model: nn.Linear) -> tuple[torch.Tensor, int]:
-        reducer = coded(model, group, "int8", 1 << 20)
-        reducer.begin_step(StepPart(0.5, 2))
-        model.weight.grad = torch.full_like(model.weight, 1.0 + group.rank)
-        reducer.run_without_backward()
-        reducer.end_step()
-        assert model.weight.grad is not None
-        return model.weight.grad.clone(), group.sent_bytes
-
     models = [nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(2)]
-    for got, sent_bytes in on_ranks(2, run, models):
+    own = [torch.full((16, 16), 1.0 + rank, dtype=dtype) for rank in range(2)]
+    for got, sent_bytes in on_ranks(2, sent, models, ["int8"] * 2, own):
         assert got.dtype is dtype
         torch.testing.assert_close(
             got.float(), torch.full((16, 16), 1.5), rtol=0.01, atol=0
@@ -327,21 +331,8 @@ def test_half_precision_travels_encoded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_what_is_not_encoded_travels_as_it_is(dtype: torch.dtype) -> None:
-    def run(group: ThreadGroup, model: nn.Linear) -> tuple[torch.Tensor, int]:
-        reducer = coded(model, group, "int4", 1 << 20)
-        reducer.begin_step(StepPart(0.5, 2))
-        generator = torch.Generator().manual_seed(group.rank)
-        model.weight.grad = torch.randn(4, 4, dtype=dtype, generator=generator)
-        reducer.run_without_backward()
-        reducer.end_step()
-        assert model.weight.grad is not None
-        return model.weight.grad.clone(), group.sent_bytes
-
     models = [nn.Linear(4, 4, bias=False, dtype=dtype) for _ in range(2)]
-    drawn = [
-        torch.randn(4, 4, dtype=dtype, generator=torch.Generator().manual_seed(rank))
-        for rank in range(2)
-    ]
-    for got, sent_bytes in on_ranks(2, run, models):
+    own = [torch.randn(4, 4, dtype=dtype) for _ in range(2)]
+    for got, sent_bytes in on_ranks(2, sent, models, ["int4"] * 2, own):
         assert sent_bytes == 0
-        torch.testing.assert_close(got, (drawn[0] + drawn[1]) / 2)
+        torch.testing.assert_close(got, (own[0] + own[1]) / 2)

@@ -211,6 +211,10 @@ def test_a_failed_reduction_is_redone_with_those_who_are_left() -> None:
     window.connect(Bus(1).group(0))
     assert reduce_all([window]) == [5]
     assert_equal(model, on_one([[3, 2]], Net()), 1e-13)
+    run(window, model, 0, [4])
+    window.skip()  # the step was copied from another rank
+    run(window, model, 0, [3, 2])
+    assert reduce_all([window]) == [5]
 
 
 @pytest.mark.parametrize("samples", [-1, float("nan"), float("inf")])

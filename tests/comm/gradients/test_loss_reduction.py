@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.distributed.cases.tasks import (
+    COMMON_STEPS,
+    Task,
+    build,
+    difference,
+    identical,
+)
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -108,13 +114,7 @@ def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None
         epochs=2,
         dtype="float64",
         shuffle=False,
-        options={
-            "policy": "cadence",
-            "update": "gradients",
-            "local_batch_size": 16,
-            "deterministic": True,
-            "speed_hints": (1.0, 0.5),
-        },
+        options={**COMMON_STEPS, "local_batch_size": 16},
     )
     job = Job(task, loss)
     union = Job(dataclasses.replace(task, batch_size=48), loss)

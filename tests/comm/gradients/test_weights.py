@@ -15,7 +15,7 @@ from tests.comm.gradients.cases.weight_cases import (
     on_ranks,
     weigh_by,
 )
-from tests.distributed.cases.tasks import difference, identical
+from tests.distributed.cases.tasks import COMMON_STEPS, difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
@@ -71,13 +71,7 @@ def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None
         epochs=2,
         loss=loss,
         shuffle=False,
-        options={
-            "policy": "cadence",
-            "update": "gradients",
-            "local_batch_size": 16,
-            "deterministic": True,
-            "speed_hints": (1.0, 0.5),
-        },
+        options={**COMMON_STEPS, "local_batch_size": 16},
     )
     check(ranks2, job, alone(dataclasses.replace(job, batch_size=48)))
 

@@ -170,6 +170,10 @@ def test_what_has_travelled_is_sent_before_the_plan_is_there() -> None:
             assert model.mean[0, 0].item() == number + 0.5
             assert model.count.tolist() == [5, 2 * number]
     assert [model.phase.item() for model in models] == [0.5 + 3j, 0.5 + 3j]
+    held[0].connect(Bus(2).group(0))
+    held[0].take()
+    held[0].begin_known(is_active=True)
+    assert held[0].poll()  # a rank of another group may know of none
 
 
 def test_what_nobody_changed_stays_although_it_was_sent() -> None:

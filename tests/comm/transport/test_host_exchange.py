@@ -143,8 +143,8 @@ def begun(looks: int, error: str) -> tuple[HostLeaders, HostExchange]:
     group: Any = Lone(looks, error)
     leaders = HostLeaders(group, lambda _: group)
     leaders._leaders, leaders.members = group, [0]
-    memory = mmap.mmap(-1, HostExchange.size_bytes(1, 4, torch.float32, 2))
-    exchange = HostExchange(group, leaders, memory, 4, torch.float32, 1)
+    memory = mmap.mmap(-1, HostExchange.size_bytes(1, 4, torch.float32, 3))
+    exchange = HostExchange(group, leaders, memory, 4, torch.float32, 2)
     exchange.contribution(0).fill_(2.0)
     exchange.begin(0)
     return leaders, exchange
@@ -172,3 +172,8 @@ def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
         exchange.wait("a test")
     assert [*exchange._summed] == [0 if error else 1]
     assert exchange.has_sum == (not error)
+    if not error:
+        assert exchange.finish("a test").tolist() == [2.0] * 4
+        exchange.contribution(0).fill_(3.0)
+        exchange.begin(0)
+        assert exchange.last_sum.tolist() == [2.0] * 4  # until the next is taken

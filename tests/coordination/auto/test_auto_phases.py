@@ -193,8 +193,13 @@ def test_a_death_before_one_rank_trains_alone(
     assert auto._phase is (_Phase.WINDOWS if last else _Phase.STEPS)
     assert bool(begun) != last
     if last:
-        assert auto.policy.state.idle == {2, 3}  # type: ignore[union-attr]
+        state = auto.policy.state  # type: ignore[union-attr]
+        assert state.idle == {2, 3}
+        pace = state.pacing.pace()
+        assert state.samples_of(0, pace)[1] == BATCH * pace.batches[0]
         assert auto.loss_limits.sole_holders == {0}
     assert auto._measures.sync_s > 0.0
+    auto.remove(3)
+    assert auto._sync._members.keys() == {0, 2}  # in windows too
     auto.add(members(*["CPU"] * 5)[4])
     assert auto._measures.sync_s == 0.0  # it is measured anew

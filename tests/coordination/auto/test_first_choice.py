@@ -56,24 +56,17 @@ def measured(
     return chooser, [grant for _, grant in grants_in(told)]
 
 
-def test_a_reduction_of_a_hundredth_of_the_run_lets_the_first_step_decide() -> None:
-    steps, found = first_choice(0.01, 1.0, 300)
-    assert steps == 0
-    assert found.is_alone
-
-
-def test_a_first_step_that_compiled_decides_for_no_windows() -> None:
-    """By it a run of 6 s seemed one of 130 s, in which windows of 2.4 s pay."""
-    steps, found = first_choice(0.0, 2.0, 200, compiling_s=0.65)
-    assert steps == 1
-    assert found.is_alone
-
-
-def test_devices_that_are_hopeless_together_are_measured_no_further() -> None:
-    """All but nothing of a step is fixed: equal steps and one whole batch show it."""
-    steps, found = first_choice(0.2, 0.1, 100_000, slower=8.0)
-    assert steps == 2
-    assert found.is_alone
+@pytest.mark.parametrize(
+    ("run", "steps"),
+    [
+        ((0.01, 1.0, 300), 0),  # a reduction takes a hundredth of the run
+        ((0.0, 2.0, 200, 1.0, 0.65), 1),  # a first step that compiled
+        ((0.2, 0.1, 100_000, 8.0), 2),  # nearly all of a step is fixed
+    ],
+)
+def test_few_steps_decide_for_one_device(run: tuple[Any, ...], steps: int) -> None:
+    made_after, found = first_choice(*run)
+    assert (made_after, found.is_alone) == (steps, True)
 
 
 @pytest.mark.parametrize(("run_steps", "least"), [(1000, 2), (100_000, MOST_STEPS)])

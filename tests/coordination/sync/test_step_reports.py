@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,10 +18,10 @@ from elche.coordination.protocol.instructions import EndEpoch, GrantBatches, Ins
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.report.timeline import Timeline
 from elche.runtime.sync.sync_epoch import SyncEpoch
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
+from tests.coordination.windows.test_worker_waits import Shell as WorkerShell
 from tests.harness.epoch_hooks import hooks_without_run
 from tests.sim.books import Books
 
@@ -89,14 +91,14 @@ def test_a_change_of_the_group_voids_grants_and_what_was_measured() -> None:
     assert (said.start, said.samples, said.busy_s) == (1, BATCH, 2.0)
 
 
-class Shell:
+class Shell(WorkerShell):
     """A rank's worker, loader and reducer, of which only what is said is real.
 
     The coordinator answers a report at once, by a grant of one more step or the end.
     """
 
-    rank = place = 0
-    is_cold = is_due = False
+    place = 0
+    is_due = False
     max_samples = closed_passes = 0
     transfer_s = wait_s = 0.0
     backward_passes = pass_steps = 0
@@ -105,11 +107,11 @@ class Shell:
     part_under_way = passed = None
 
     def __init__(self) -> None:
-        self.timeline = Timeline(0)
+        super().__init__()
         self.log: list[str] = []
-        self.inbox: deque[Instruction] = deque([grant(0, 1), grant(1, 2)])
+        self.inbox.extend(grant(number, number + 1) for number in range(3))
         self.queued: deque[tuple[Any, Any]] = deque()
-        self.granted = 2
+        self.granted = 3
         self.on_backward: Callable[[], None] | None = None
         self.epoch: SyncEpoch | None = None
 
@@ -133,18 +135,11 @@ class Shell:
                     )
                 )
 
-    def take_all(self, handle: Callable[[Instruction], None]) -> None:
-        while self.inbox:
-            handle(self.inbox.popleft())
-
     on_lost: Callable[[], None] | None = None
 
     def receive(self, handle: Callable[[Instruction], None], why: str) -> None:
         self.log.append("wait")
-        handle(self.inbox.popleft())
-
-    def pace_device(self) -> None:
-        pass
+        super().receive(handle, why)
 
     # the loader
     @property
@@ -164,7 +159,7 @@ class Shell:
 
     # the reducer
     def begin_step(self, part: StepPart) -> None:
-        pass
+        self.part = part
 
     def end_step(self) -> None:
         pass
@@ -175,18 +170,23 @@ class Shell:
             work()
 
 
-def said_by_the_shell(*, has_backward: bool = True) -> list[str]:
+def said_by_the_shell(
+    *, has_backward: bool = True, is_early: bool = False
+) -> list[str]:
     """What a rank of the real shell does, in order: its loop's bodies and messages."""
     shell = Shell()
     positions = EpochPositions(
         list("x" * STEPS * BATCH), BatchSizes(((BATCH, STEPS),)), 0, None
     )
-    double = cast(Any, shell)
-    shell.epoch = SyncEpoch(double, double, positions, double, 1, hooks_without_run())
+    double, graphs = cast(Any, shell), Mock(open_batches=[])
+    hooks = hooks_without_run()
+    hooks = replace(hooks, graphs=graphs) if is_early else hooks
+    shell.epoch = SyncEpoch(double, double, positions, double, 1, hooks)
     for number, _ in enumerate(shell.epoch.batches()):
         shell.log.append(f"forward {number}")
         if has_backward:
-            shell.backward()
+            shell.backward()  # of the batch before, if this one was asked for early
+        graphs.open_batches = [shell.part]
         shell.log.append(f"end {number}")
     return [entry for entry in shell.log if entry != "wait"]
 
@@ -210,15 +210,21 @@ def said_by_the_simulator(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, fl
     return said
 
 
-@pytest.mark.parametrize("has_backward", [True, False])
-def test_the_shell_reports_beneath_the_next_step(has_backward: bool) -> None:
-    """Or at its end, where it has no backward pass."""
+@pytest.mark.parametrize(
+    ("has_backward", "is_early"), [(True, False), (False, False), (True, True)]
+)
+def test_the_shell_reports_beneath_the_next_step(
+    has_backward: bool, is_early: bool
+) -> None:
+    """Or at its end, where it has no backward pass; a step later if that is late."""
     expected = ["forward 0", "end 0"]
+    lag = 1 + is_early
     for number in range(1, STEPS):
-        later = [f"report {number - 1}", f"end {number}"]
+        later = [f"report {number - lag}"] * (number >= lag) + [f"end {number}"]
         expected += [f"forward {number}", *(later if has_backward else later[::-1])]
-    expected += [f"report {STEPS - 1}"]
-    assert said_by_the_shell(has_backward=has_backward) == expected
+    expected += [f"report {number}" for number in range(STEPS - lag, STEPS)]
+    said = said_by_the_shell(has_backward=has_backward, is_early=is_early)
+    assert said == expected
 
 
 def test_the_simulator_reports_beneath_the_next_step(

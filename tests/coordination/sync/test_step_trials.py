@@ -157,3 +157,5 @@ def test_fixed_shares_keep_columns_on_their_rank(
     assert {grant.shares for grant in seen if grant.stop <= 300} == {first}
     assert [grant.shares for grant in seen[-2:]] == [(first[0], 13 - first[0]), (1, 0)]
     assert max(grant.stop - grant.start for grant in seen) > 1
+    policy.shares.follow([1])
+    assert policy.shares.of(13, 2) == (0, 13)

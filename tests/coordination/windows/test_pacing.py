@@ -52,6 +52,8 @@ def test_windows_are_as_long_as_a_reduction_after_the_first_one() -> None:
     assert made.pace().wall_s == pytest.approx(24.0)
     assert made.pace().batches == {0: 96, 1: 24}
     assert made.took(21.0) == ""
+    made.change([0])
+    assert made.reduction_s is None  # of the ranks that are left
 
 
 def test_a_spike_makes_no_room() -> None:

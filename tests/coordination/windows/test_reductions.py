@@ -151,7 +151,8 @@ def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
 
 
 def test_a_reduction_that_is_redone_awaits_all_members_in_its_next_attempt() -> None:
-    done = Reduction(reduction(), parts_of((8, 8, 8)))
+    done = Reduction(reduction(), parts_of((8, 8, 8)), begun_s=1.0)
     done.reduced(reduced(1, 0))
     done.again([0, 1])
+    assert done.begun_s is None  # the death was no part of its time
     assert (done.plan.attempt, done.missing, done.reports) == (1, {0, 1}, {})

@@ -19,6 +19,7 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.windows.window_loop import (
     AGAIN,
+    CATCH_UP,
     CLOSED,
     HELD_WINDOWS,
     LEASE,
@@ -126,6 +127,12 @@ def in_flight() -> WindowLoop:
     assert loop.next(1.0, has_work=False).do is Do.BEGIN
     loop.begun()
     return loop
+
+
+def test_a_throttled_rank_waits_for_the_next_windows_limit() -> None:
+    loop = overlapped(hold_after=4)
+    loop.closed(1.0)
+    assert loop.next(1.0, has_work=True).why == CATCH_UP
 
 
 @pytest.mark.parametrize("is_open", [False, True])

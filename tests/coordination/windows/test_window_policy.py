@@ -101,6 +101,9 @@ def test_progress_counts_a_dead_ranks_part_where_a_survivor_holds_it(
     driven.policy.regrouped({0: reduced}, driven.now_s)
     driven.policy.check()
     assert driven.policy.state.progress_samples == samples
+    ledger = driven.policy.state.ledger
+    left_s = BATCH_S[0] * (ledger.pooled + ledger.total_leased)
+    assert driven.policy.state.leasing.work_s == pytest.approx(left_s)
 
 
 def test_nobody_trains_on_what_a_dead_rank_held_where_the_epoch_ends_early() -> None:

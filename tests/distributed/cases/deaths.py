@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from elche.checkpoint import writer
@@ -71,27 +72,24 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before(owner: Any, name: str, visit: Callable[[], object]) -> None:
-    """Visits before each call."""
+def visited(
+    owner: Any, name: str, visit: Callable[[], object], *, is_before: bool
+) -> None:
+    """Visits before or after each call."""
     original = getattr(owner, name)
 
     def wrapped(*args: Any, **named: Any) -> Any:
-        visit()
-        return original(*args, **named)
-
-    setattr(owner, name, wrapped)
-
-
-def after(owner: Any, name: str, visit: Callable[[], object]) -> None:
-    """Visits after each call."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **named: Any) -> Any:
+        if is_before:
+            visit()
         result = original(*args, **named)
-        visit()
+        if not is_before:
+            visit()
         return result
 
     setattr(owner, name, wrapped)
+
+
+before, after = partial(visited, is_before=True), partial(visited, is_before=False)
 
 
 def visit_events(kind: type, visit: Callable[[], object], *, is_before: bool) -> None:

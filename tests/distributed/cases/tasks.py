@@ -17,6 +17,14 @@ from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
 from tests.harness.settings import nested
 
+COMMON_STEPS: dict[str, Any] = {
+    "policy": "cadence",
+    "update": "gradients",
+    "deterministic": True,
+    "speed_hints": (1.0, 0.5),
+}
+"""Windows of two batches and one, each a common step."""
+
 
 class Numbered(Dataset[Any]):
     """Samples that carry their own index, and a draw of each generator."""

@@ -198,14 +198,6 @@ def once(epoch: int) -> dict[tuple[int, int], int]:
 
 
 @POLICIES
-def test_three_unequal_ranks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(policy=policy)
-    hub, held = run_threads(case, monkeypatch)
-    assert len(held) == RANKS
-    assert check(hub, held) == once(0) | once(1)
-
-
-@POLICIES
 @pytest.mark.parametrize("breaks_in", [0, 1])
 def test_a_loop_that_breaks(
     policy: str, breaks_in: int, monkeypatch: pytest.MonkeyPatch
@@ -221,15 +213,33 @@ def test_a_loop_that_breaks(
     assert len(counts) < 2 * SAMPLES
 
 
+DEATHS = [
+    *({"dies_before": number} for number in range(4)),
+    # In a step's four buckets, in what closes it, or in windows' reductions.
+    *({"dies_in_collective": number} for number in range(8)),
+    *({"dies_in_opening": number} for number in range(4)),
+]
+
+
 @POLICIES
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_a_rank_that_dies_in_a_batch(
-    policy: str, number: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "dead"),
+    [
+        ({}, set()),
+        *((each, {DYING}) for each in DEATHS),
+        ({"first_dies_between": True}, {0}),
+    ],
+    ids=str,
+)
+def test_ranks_of_which_one_may_die(
+    policy: str,
+    options: dict[str, Any],
+    dead: set[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case(policy=policy, dies_before=number)
-    hub, held = run_threads(case, monkeypatch)
-    assert hub.dead == {DYING}
-    assert len(held) == RANKS - 1
+    hub, held = run_threads(Case(policy=policy, **options), monkeypatch)
+    assert hub.dead == dead
+    assert len(held) == RANKS - len(dead)
     assert check(hub, held) == once(0) | once(1)
 
 
@@ -257,39 +267,6 @@ def test_a_survivor_takes_the_result_that_another_one_holds(
     case = Case(policy=policy, dies_before=number, tears=True)
     hub, held = run_threads(case, monkeypatch)
     assert hub.half_held
-    assert check(hub, held) == once(0) | once(1)
-
-
-@POLICIES
-@pytest.mark.parametrize("collective", range(8))
-def test_a_rank_that_dies_in_a_collective(
-    policy: str, collective: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a step's four buckets, of what closes it, or of windows' reductions."""
-    case = Case(policy=policy, dies_in_collective=collective)
-    hub, held = run_threads(case, monkeypatch)
-    assert hub.dead == {DYING}
-    assert len(held) == RANKS - 1
-    assert check(hub, held) == once(0) | once(1)
-
-
-@POLICIES
-@pytest.mark.parametrize("collective", range(4))
-def test_a_rank_that_dies_at_the_beginning_of_an_epoch(
-    policy: str, collective: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(policy=policy, dies_in_opening=collective)
-    hub, held = run_threads(case, monkeypatch)
-    assert hub.dead == {DYING}
-    assert check(hub, held) == once(0) | once(1)
-
-
-@POLICIES
-def test_the_next_rank_draws_an_epoch_whose_first_rank_dies(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub, held = run_threads(Case(policy=policy, first_dies_between=True), monkeypatch)
-    assert hub.dead == {0}
     assert check(hub, held) == once(0) | once(1)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
 from elche.cadence.rank_time import RankTime
 from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.gradients.gradient_window import GradientWindow
+from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import BatchesDone, ModelUpdated, WindowClosed
 from elche.coordination.protocol.instructions import CloseWindow, EndEpoch, Reduce
@@ -15,6 +21,11 @@ from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs import window_epoch
 from elche.runtime.epochs.window_epoch import WindowEpoch
+from elche.runtime.windows.gradient_sync import GradientSync
+from elche.runtime.windows.parameter_sync import ParameterSync
+from tests.comm.plans import plan
+from tests.comm.thread_group import on_ranks
+from tests.coordination.windows.test_window_loop import reduction
 from tests.coordination.windows.test_worker_waits import (
     NeedlessWaitError,
     ScriptedFeed,
@@ -54,21 +65,6 @@ class Clock:
     def monotonic(self) -> float:
         self.now_s += 1 / 1024
         return self.now_s
-
-
-def reduce(window: int) -> Reduce:
-    return Reduce(
-        rank=0,
-        epoch=0,
-        window=window,
-        attempt=0,
-        weight=1.0,
-        active_ranks=1,
-        buffers=(),
-        outer="average",
-        outer_lr=1.0,
-        outer_momentum=0.0,
-    )
 
 
 def end() -> EndEpoch:
@@ -114,7 +110,7 @@ def test_leases_that_went_back_are_no_work(monkeypatch: pytest.MonkeyPatch) -> N
 
     def sends(*events: object) -> None:
         if any(isinstance(e, WindowClosed) for e in events):
-            shell.inbox.append(reduce(0))
+            shell.inbox.append(reduction())
         if any(isinstance(e, ModelUpdated) for e in events):
             shell.inbox.append(open_window(1, None))
 
@@ -143,7 +139,7 @@ def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
     def sends(*events: object) -> None:
         shell.sent.extend(cast(Any, events))
         if any(isinstance(e, WindowClosed) for e in events):
-            shell.inbox.extend([open_window(1, None), reduce(0), grant(1)])
+            shell.inbox.extend([open_window(1, None), reduction(), grant(1)])
         if any(isinstance(e, ModelUpdated) for e in events):
             shell.inbox.append(end())
 
@@ -161,3 +157,42 @@ def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
     assert len(waits) == 2
     assert said.wait_s == pytest.approx(sum(waits), abs=0.05)
     assert said.wait_s > 0.0
+
+
+def common_steps(group: Any, rate: float, factor: float) -> list[float]:
+    """The parameter after a common step, and after one that rank 1 copies; the rate."""
+    model, seen = nn.ParameterList([torch.zeros(1)]), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    buffers = WindowBuffers(model, group)
+    sync = GradientSync([*model], optimizer, GradientWindow([*model], group), buffers)
+    sync.attach()
+    sync.begin_batch(2.0)
+    (factor * model[0]).sum().backward()
+    sync.batch_done()
+    sync.close(begins=False)
+    sync.reduce(plan(group.rank))
+    seen.append(model[0].item())
+    if group.rank == 0:
+        model[0].data.fill_(7.0)
+    buffers.take()
+    sync.hand_over(group, 0, plan(group.rank), lacks=group.rank == 1, keeps=False)
+    return [*seen, model[0].item(), optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(("factor", "rate"), [(1.0, 0.2), (math.nan, 0.1)])
+def test_a_step_has_the_mean_rate_of_the_ranks_that_count(
+    factor: float, rate: float
+) -> None:
+    """Each rank's own, as its schedule has set it, is left to it."""
+    found = on_ranks(2, common_steps, [0.1, 0.3], [1.0, factor])
+    assert found == [pytest.approx([-rate, 7.0, own]) for own in (0.1, 0.3)]
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_a_rank_whose_update_is_discarded_begins_anew_from_a_copied_result(
+    lacks: bool,
+) -> None:
+    sync = ParameterSync(Mock(is_finite=False), steps := Mock(), None)
+    assert not sync.close(begins=False)
+    sync.hand_over(Mock(), 0, plan(), lacks=lacks, keeps=False)
+    assert steps.forget_states.called == lacks

@@ -41,7 +41,6 @@ class _Phase(Enum):
 
     ==========================================  ===================  =========
     event                                       from                 to
-    event                                       from                 to
     ==========================================  ===================  =========
     measured: all ranks save time               MEASURING            TOGETHER
     measured twice in a row: some do not        MEASURING, APART     LEAVING

@@ -72,7 +72,7 @@ class NonFiniteRecord:
 
 @final
 class NonFiniteReports:
-    """The ranks' reports of non-finite values in an epoch, or a generation."""
+    """The ranks' reports of non-finite values in an epoch, or a part of one."""
 
     def __init__(self) -> None:
         self._broken: dict[int, OwnPart] = {}

@@ -221,7 +221,7 @@ class SyncPolicy(Policy):
             now_s: current time.
         """
         self._is_paused = False
-        self._numbers, self._left = NonFiniteReports(), EarlyEnd(self._policy)
+        self._left = EarlyEnd(self._policy)
         self.grants.settle(max(reduced.values()) + 1, self._lost)
         self._is_cut = True
         self._handover.await_steps(self._members.keys())

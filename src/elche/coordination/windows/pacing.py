@@ -250,7 +250,6 @@ class Pacing:
 
         Unless the user fixed the anchor, it may grow to one at which whole batches of
         all ranks end together.
-        batches of all ranks end together.
         """
         if self._pace is None:
             self._pace = self._plan()

@@ -285,7 +285,7 @@ def test_errors_come_to_the_driver(cluster: Any) -> None:
     with pytest.raises(RemoteRankError, match="rank 1 failed: ValueError: bad luck"):
         elche.ray.run(fails_on_rank_1, [cpu, cpu])
     nowhere = elche.ray.RankSpec(label_selector={"kind": "unicorn"})
-    with pytest.raises(RemoteRankError, match=r"with labels .*unicorn"):
+    with pytest.raises(RemoteRankError, match=r"and labels .*unicorn"):
         elche.ray.run(fails_on_rank_1, [nowhere], start_timeout_s=1.0)
     with pytest.raises(ConfigError, match="at least one RankSpec"):
         elche.ray.run(fails_on_rank_1, [])

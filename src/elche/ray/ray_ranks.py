@@ -99,12 +99,12 @@ class RayRanks:
     ) -> int:
         """Starts a rank's process, and waits for its end; returns its exit code."""
         spec, start_s = self._places[place][0], self._job.start_s
-        lacks = f"no node has {dict(spec.resources)} free"
+        room = f"a node with {dict(spec.resources)} free"
         if spec.label_selector:
-            lacks += f", with labels {dict(spec.label_selector)}"
+            room += f" and labels {dict(spec.label_selector)}"
         loop, code = asyncio.get_running_loop(), None
         saying = loop.call_later(
-            SAY_S, logger.warning, "rank %d waits: %s", rank, lacks
+            SAY_S, logger.warning, "rank %d waits for %s", rank, room
         )
         try:
             is_first = rank < self._config.world_size
@@ -114,7 +114,8 @@ class RayRanks:
             code, self.results[rank] = await process.host.wait.remote()
             return int(code)
         except asyncio.TimeoutError:
-            why = f"it was not started in {start_s:g} s: {process.trouble or lacks}"
+            trouble = process.trouble or f"Ray has not found {room}"
+            why = f"it was not started in {start_s:g} s: {trouble}"
         except ValueError as error:
             why = f"Ray refuses {dict(spec.resources)}: {error}"
         except RayTaskError as error:

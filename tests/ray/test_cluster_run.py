@@ -45,14 +45,19 @@ class Line:
         pid: of the rank's process.
         world: ranks then.
         epoch: of the batch.
-        positions: that the rank trained.
+        text: positions that the rank trained.
     """
 
     at_s: float
     pid: int
     world: int
     epoch: int
-    positions: list[int] = field(repr=False)
+    text: str = field(repr=False)
+
+    @property
+    def positions(self) -> list[int]:
+        positions: list[int] = json.loads(self.text)
+        return positions
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Counted:
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1].splitlines()
         return [
-            Line(float(at), int(pid), int(world), int(epoch), json.loads(rest))
+            Line(float(at), int(pid), int(world), int(epoch), rest)
             for at, pid, world, epoch, rest in (row.split(" ", 4) for row in whole)
         ]
 

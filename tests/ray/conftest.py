@@ -18,6 +18,7 @@ from tests.harness import leaks
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_DEDUP_LOGS"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # 15 starves busy ranks
 os.environ["RAY_AUTH_MODE"] = "disabled"  # else a token in this user's home decides
 collect_ignore_glob = ["test_*.py"] if find_spec("ray") is None else []
 END_S = 30.0

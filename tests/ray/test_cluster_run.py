@@ -40,13 +40,26 @@ KINDS = ("fast", "middle", "slow")
 
 @dataclass(frozen=True)
 class Line:
-    """A batch of a rank: its end by the monotonic clock, process, world size then."""
+    """A batch of a rank.
+
+    Attributes:
+        at_s: when it was done, by this machine's monotonic clock.
+        pid: of the rank's process.
+        world: ranks then.
+        epoch: of the batch.
+        text: positions that the rank trained.
+    """
 
     at_s: float
     pid: int
     world: int
     epoch: int
-    positions: list[int] = field(repr=False)
+    text: str = field(repr=False)
+
+    @property
+    def positions(self) -> list[int]:
+        positions: list[int] = json.loads(self.text)
+        return positions
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ class Counted:
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1].splitlines()
         return [
-            Line(float(at), int(pid), int(world), int(epoch), json.loads(rest))
+            Line(float(at), int(pid), int(world), int(epoch), rest)
             for at, pid, world, epoch, rest in (row.split(" ", 4) for row in whole)
         ]
 

@@ -1,4 +1,4 @@
-"""Tensors that elche makes say where: torch's default device is the script's."""
+"""Tensors that elche makes say where, and one room knows the types of devices."""
 
 from __future__ import annotations
 
@@ -26,6 +26,28 @@ def without_device(module: str, source: str) -> Iterator[str]:
             named = any(keyword.arg == "device" for keyword in node.keywords)
             if not named and (module, ast.unparse(node)) not in AS_TORCH_DOES:
                 yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+
+
+def named_vendors(module: str, source: str) -> Iterator[str]:
+    """Names of CUDA: its module of torch, its flag of tensors, its type of device."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name == "torch.cuda" or node.attr == "is_cuda":
+                yield f"{module}:{node.lineno}: {name}"
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("cuda"):
+            yield f"{module}:{node.lineno}: {node.value!r}"
+
+
+def test_one_room_names_vendors() -> None:
+    planted = "import torch\nx = torch.cuda.Stream() if y.is_cuda else 'cuda:0'\n"
+    assert len({*named_vendors("planted", planted)}) == 3
+    assert not [
+        line
+        for module, source in SOURCES.items()
+        if not module.startswith("elche.devices")
+        for line in named_vendors(module, source)
+    ]
 
 
 def test_every_tensor_names_its_device() -> None:

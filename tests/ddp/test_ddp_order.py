@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.gradients import gradient_hooks
-from elche.comm.transport.exchange import can_share
+from elche.comm.transport.shared_memory import may_share_memory
 from elche.ddp.wrapper import DistributedDataParallel
+from elche.devices import streams
 from elche.errors import ConfigError
 from tests.ddp.cases.ddp_cases import FEATURES, meeting, torch_world
 from tests.harness.rank_main import this_place
@@ -71,7 +71,7 @@ def _carriers(transport: str) -> set[str]:
 
 
 def test_the_transport_is_what_was_asked_for(ranks2: RankPool) -> None:
-    shared = "SharedExchange" if can_share("CPU") else "GlooExchange"
+    shared = "SharedExchange" if may_share_memory() else "GlooExchange"
     for transport, known in (("auto", shared), ("gloo", "GlooExchange")):
         found = ranks2.run(_carriers, transport, case_setup=meeting)
         assert found == [{known}] * 2
@@ -106,8 +106,8 @@ def test_a_rank_that_weighs_nothing_sends_zeros_not_nothing_times_nan(
 
 def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA stream that is being captured, which this machine has not got."""
-    gradient_hooks.refuse_capture()
+    streams.refuse_capture()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ConfigError, match="hooks in the backward pass, which a CUDA"):
-        gradient_hooks.refuse_capture()
+        streams.refuse_capture()

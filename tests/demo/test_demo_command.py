@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from elche.cli.main import main
 from elche.demo.compare import ContenderRun, Devices
 from elche.demo.demo import SPEEDS, choose_devices
 from elche.demo.outcome import DemoOutcome
+from elche.devices import choice
 from tests.demo.fake_runs import rank_result, run_of
 
 EMULATED = Devices(speeds=(1.0, 0.25))
@@ -116,9 +116,9 @@ def test_it_says_what_was_emulated_and_how_well() -> None:
 def test_unequal_accelerators_are_taken_where_there_are_any(
     cards: list[str], expected: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: cards[index])
+    names = [f"cuda:{index}" for index in range(len(cards))]
+    monkeypatch.setattr(choice, "device_names", lambda: names)
+    monkeypatch.setattr(choice, "product_name", lambda device: cards[device.index])
     assert choose_devices() == expected
 
 

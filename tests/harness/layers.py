@@ -39,6 +39,7 @@ LAYERS = {
     "elche.sim": Layer.PURE,
     "elche.checkpoint": Layer.SHELL,
     "elche.comm": Layer.SHELL,
+    "elche.devices": Layer.SHELL,
     "elche.monitor.live_run": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,
     "elche.monitor.results": Layer.SHELL,

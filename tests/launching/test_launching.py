@@ -125,15 +125,16 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         elche.launch(waits, 2)
 
 
-def test_cuda_in_a_fork_of_a_notebook_that_used_it(
+def test_an_accelerator_in_a_fork_of_a_notebook_that_used_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def init() -> None:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
 
-    monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(elche.ConfigError, match="CUDA was used in this notebook"):
-        function_rank.check_cuda()
+    monkeypatch.setattr(function_rank.choice, "start", init)
+    monkeypatch.setattr(function_rank.choice, "kind", lambda: "cuda")
+    with pytest.raises(elche.ConfigError, match="cuda was used in this notebook"):
+        function_rank.check_fork()
 
 
 @pytest.mark.slow

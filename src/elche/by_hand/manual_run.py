@@ -18,6 +18,7 @@ from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import BarrierReached, Join, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Welcome
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.devices import choice
 from elche.errors import ElcheError
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement, read_placement
@@ -54,8 +55,7 @@ class ManualRun:
             MismatchError: ranks disagree about the settings.
             CommunicationError: a rank did not join in time.
         """
-        if placement.device.type == "cuda":
-            torch.cuda.set_device(placement.device)
+        choice.use(placement.device)
         if placement.world_size == 1:
             return ManualRun(Group.alone(config.timeout_s), None)
         placement, channel = connect(placement, config.timeout_s)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from elche.checkpoint.manifest import MODEL_FILE, SHARED
 from elche.checkpoint.state_tree import Json, StateTree, encode
+from elche.devices import choice
+from elche.devices import random_state as devices
 
 Encoded: TypeAlias = tuple[Json, dict[str, Tensor]]
 """Result of `encode`: the JSON tree, and its tensors by name."""
@@ -70,11 +72,10 @@ def random_state(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     """Returns the random states of Python, torch, numpy and the named generators."""
     numpy = sys.modules.get("numpy")
     kind, own, gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state() if _has_cuda() else None
     return {
         "python": [kind, torch.tensor(own, dtype=torch.int64, device="cpu"), gauss],
         "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "device": devices.saved_state(),
         "numpy": None if numpy is None else numpy.random.get_state(legacy=True),
         "generators": {name: each.get_state() for name, each in generators.items()},
     }
@@ -87,15 +88,11 @@ def restore_random(
     kind, own, gauss = state["python"]
     random.setstate((kind, tuple(own.tolist()), gauss))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and _has_cuda():
-        torch.cuda.set_rng_state(state["cuda"])
+    was_cuda = {"type": choice.NVIDIA, "state": state.get(choice.NVIDIA)}  # until 0.1
+    devices.restore_saved(state.get("device", was_cuda))
     numpy = sys.modules.get("numpy")
     if numpy is not None and state["numpy"] is not None:
         numpy.random.set_state(state["numpy"])
     for name, each in generators.items():
         if name in state["generators"]:
             each.set_state(state["generators"][name])
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()

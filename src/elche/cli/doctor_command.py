@@ -25,6 +25,7 @@ from elche.cli.doctor_findings import (
 )
 from elche.cli.doctor_probe import MARK
 from elche.cli.files import check_outputs, write_json
+from elche.devices import choice
 from elche.runtime.process.launch import launch
 from elche.runtime.process.launch_config import LaunchConfig, python_command
 
@@ -75,13 +76,6 @@ def run_doctor(
 
 def read_machine() -> MachineFacts:
     """Collects facts of this machine, its torch and this environment."""
-    accelerators = []
-    if torch.cuda.is_available():
-        accelerators.append("rocm" if torch.version.hip else "cuda")
-    if torch.backends.mps.is_available():
-        accelerators.append("mps")
-    if torch.xpu.is_available():
-        accelerators.append("xpu")
     shm = os.statvfs(SHM) if SHM.is_dir() else None
     python = ".".join(map(str, sys.version_info[:3]))
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -89,7 +83,7 @@ def read_machine() -> MachineFacts:
         versions={"elche": __version__, "python": python, "torch": torch.__version__},
         platform=f"{platform.system()} {platform.machine()}",
         cores=cores or 1,
-        accelerators=accelerators,
+        accelerators=list(filter(None, [choice.vendor_kind()])),
         has_nvidia=Path("/dev/nvidiactl").exists(),
         shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -40,7 +40,7 @@ class MachineFacts:
         versions: versions of elche, python and torch.
         platform: operating system and processor.
         cores: cores that this process may use.
-        accelerators: kinds that torch can use: cuda, rocm, mps, xpu.
+        accelerators: types that torch can use, such as cuda, rocm or xpu.
         has_nvidia: whether the system has an NVIDIA device, even if torch cannot use
             it.
         shm_bytes: size of ``/dev/shm``; None if it does not exist.
@@ -172,7 +172,7 @@ def _of_machine(machine: MachineFacts) -> Iterator[Finding]:
             f"at most {machine.open_files} files may be open; DataLoader workers need "
             "more: ulimit -n 4096"
         )
-    if machine.has_nvidia and "cuda" not in machine.accelerators:
+    if machine.has_nvidia and not machine.accelerators:
         hidden = environment.get("CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "its driver"
         yield _warning(
@@ -185,16 +185,16 @@ def _of_machine(machine: MachineFacts) -> Iterator[Finding]:
             "itself for a rank of a run; unset them"
         )
     for kind in machine.accelerators:
-        text = f"elche has never been run on {kind} by its authors: report what fails"
-        if kind in ("mps", "xpu"):
-            text = f"elche does not use {kind}: its devices are cpu and cuda:N"
-        yield Finding("note", text)
+        yield Finding(
+            "note",
+            f"elche has never been run on {kind} by its authors: report what fails",
+        )
 
 
 def _of_devices(machine: MachineFacts, devices: Sequence[str]) -> Iterator[Finding]:
     for device in sorted(set(devices)):
         ranks = [rank for rank, name in enumerate(devices) if name == device]
-        if device.startswith("cuda") and len(ranks) > 1:
+        if device != "cpu" and len(ranks) > 1:
             yield _warning(
                 f"ranks {ranks} share {device}: they slow each other, and reduce "
                 "through gloo; give each its own device"

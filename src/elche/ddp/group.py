@@ -15,6 +15,7 @@ from torch import distributed as dist
 from typing_extensions import override
 
 from elche.comm.transport.process_group import Group, late_error
+from elche.devices.backends import control_device
 from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals.groups import group_timeout_s
 
@@ -43,9 +44,7 @@ class TorchGroup(Group):
         self.torch_group = process_group
         self._options = dist.AllreduceOptions()
         self._options.timeout = timedelta(seconds=timeout_s)
-        self.control_device = torch.device("cpu")
-        if process_group.name() == "nccl":
-            self.control_device = torch.device("cuda", torch.cuda.current_device())
+        self.control_device = control_device(process_group)
         self.is_mixed = False
         self.on_failure = _explained
         self.check = self._check
@@ -61,7 +60,7 @@ class TorchGroup(Group):
         return self.torch_group.allreduce([tensor], self._options)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        """Sums in place and blocks; under NCCL, host tensors are staged on the GPU."""
+        """Sums in place and blocks; host tensors are staged on the control device."""
         on_host = tensor.device.type == "cpu"
         near = tensor.to(self.control_device) if on_host else tensor
         self.wait(self.all_reduce_async(near), what)

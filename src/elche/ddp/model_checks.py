@@ -17,8 +17,9 @@ from elche.comm.tensors.unshareable import (
     model_layout,
     unshareable_module,
 )
-from elche.comm.transport.exchange import agree_to_share, can_share
+from elche.comm.transport.exchange import agree_to_share
 from elche.comm.transport.process_group import gather_texts
+from elche.comm.transport.shared_memory import may_share_memory
 from elche.config_checks import check_choice
 from elche.ddp.group import TorchGroup
 from elche.errors import ConfigError, MismatchError
@@ -115,7 +116,7 @@ def compare(
     devices = {each["device"] for each in ranks}
     group.is_mixed = len(devices) > 1
     on_cpu = devices == {"cpu"} and settings["transport"] == "auto"
-    group.shares_host = agree_to_share(group, on_cpu and can_share("CPU"))
+    group.shares_host = agree_to_share(group, on_cpu and may_share_memory())
     if len(set(group.hosts())) == 1:  # a process ID means nothing on another host
         group.pids = tuple(each["pid"] for each in ranks)
 

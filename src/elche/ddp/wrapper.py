@@ -22,7 +22,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.gradients.gradient_hooks import ParameterWatch, refuse_capture
+from elche.comm.gradients.gradient_hooks import ParameterWatch
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.tensors.nested import outputs_in
@@ -41,6 +41,7 @@ from elche.ddp.reduction import (
     Reduced,
     WeightedReduction,
 )
+from elche.devices.streams import refuse_capture
 from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals.groups import (
     COMM_HOOKS,

@@ -35,6 +35,7 @@ from elche.demo.workload import (
     language_workload,
     learning_rate_scale,
 )
+from elche.devices.streams import synchronize
 from elche.runtime.data.transfer import to_device
 from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
@@ -217,8 +218,7 @@ class Contender:
             self._count(len(batch[0]))
             if self._is_last(self._train_s + self._clock() - began_s):
                 break
-        if self._placement.device.type == "cuda":
-            torch.cuda.synchronize(self._placement.device)
+        synchronize(self._placement.device)
         self._train_s += self._clock() - began_s
         self._done_samples = self._progress_samples()
 

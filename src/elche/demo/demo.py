@@ -17,6 +17,7 @@ from elche.demo.compare import ContenderRun, Devices, run_contender, whole_batch
 from elche.demo.contender import ContenderSpec
 from elche.demo.outcome import DemoOutcome
 from elche.demo.workload import BATCH_SIZE, GPT_MODEL, language_workload
+from elche.devices import choice
 from elche.errors import ConfigError
 from elche.monitor.progress import TaskProgress
 from elche.monitor.results import print_table, to_json_text
@@ -56,13 +57,13 @@ class DemoConfig:
 
 def choose_devices() -> Devices:
     """Chooses two unequal accelerators, one and the CPU, or two emulated devices."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [torch.cuda.get_device_name(index) for index in range(count)]
-    for index, name in enumerate(names):
-        if name != names[0]:
-            return Devices(names=("cuda:0", f"cuda:{index}"))
-    if count == 1:
-        return Devices(names=("cuda:0", "cpu"))
+    here = choice.device_names()
+    products = [choice.product_name(torch.device(name)) for name in here]
+    for name, product in zip(here, products, strict=True):
+        if product != products[0]:
+            return Devices(names=(here[0], name))
+    if len(here) == 1:
+        return Devices(names=(here[0], "cpu"))
     return Devices(speeds=SPEEDS)
 
 

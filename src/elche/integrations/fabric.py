@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
 from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -44,7 +44,7 @@ class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
         ConfigError: an option is unknown or wrong, or the policy trains windows.
     """
 
-    accelerators: ClassVar = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator}
+    accelerators: ClassVar = ACCELERATOR_REGISTRY
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack, override
@@ -51,7 +51,7 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
     """
 
     strategy_name = "elche"
-    accelerators: ClassVar = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator}
+    accelerators: ClassVar = AcceleratorRegistry
 
     def __init__(
         self,

@@ -28,13 +28,13 @@ class RankStrategy(ABC):
     that nothing received is unpickled.
 
     Attributes:
-        accelerators: the framework's class for each type of device.
+        accelerators: the framework's registry of classes by type of device.
         global_rank: this rank.
         local_rank: this rank, too; frameworks name devices by it.
         world_size: number of ranks of the run.
     """
 
-    accelerators: ClassVar[dict[str, Callable[[], Any]]]
+    accelerators: ClassVar[Any]
     root_device: torch.device
 
     def take_rank(
@@ -78,8 +78,13 @@ class RankStrategy(ABC):
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        is_cuda = self.root_device.type == "cuda"
-        self._accelerator = self.accelerators["cuda" if is_cuda else "cpu"]()
+        kind = self.root_device.type
+        if kind not in self.accelerators:
+            raise ConfigError(
+                f"the framework has no accelerator class for {kind}, the device of "
+                f"rank {self.global_rank}; choose among {sorted(self.accelerators)}"
+            )
+        self._accelerator = self.accelerators.get(kind)
 
     @property
     def is_global_zero(self) -> bool:

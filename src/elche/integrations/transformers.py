@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from elche.config import RunConfig
+from elche.devices import choice
 from elche.errors import ConfigError
 from elche.integrations.optimizer_steps import (
     StepBatch,
@@ -103,8 +104,7 @@ class ElcheArgumentsMixin(_Arguments):
                 f"use_cpu=True, but the device of rank {placement.rank} is {device}; "
                 "leave it out, and name devices in elche run --devices"
             )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        choice.use(device)
         local_rank = int(os.environ.get("LOCAL_RANK", placement.rank))
         AcceleratorState._reset_state(reset_partial_state=True)
         with patch.dict(os.environ):
@@ -114,7 +114,7 @@ class ElcheArgumentsMixin(_Arguments):
         state.device = device
         state.process_index, state.local_process_index = placement.rank, local_rank
         self.distributed_state = state
-        self._n_gpu = int(device.type == "cuda")
+        self._n_gpu = int(device.type != "cpu")
         return device
 
 

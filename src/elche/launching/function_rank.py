@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from elche.devices import choice
 from elche.errors import ConfigError
 from elche.runtime.process.launchers import launch_facts
 from elche.session.process import shutdown
@@ -36,8 +37,8 @@ def run_rank(
     The file ``result`` receives value, error and traceback, pickled.
     """
     _begin_rank(environment, output)
-    if _is_fork() and _wants_cuda():
-        main = partial(_call_with_cuda, main)
+    if _is_fork() and _wants_accelerator():
+        main = partial(_call_with_accelerator, main)
     code, message = call_as_rank(main, args, pickle.dumps)
     Path(result).write_bytes(message)
     sys.exit(code)
@@ -97,8 +98,8 @@ def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> No
         )
 
 
-def _call_with_cuda(main: Callable[..., Any], *args: Any) -> Any:
-    check_cuda()
+def _call_with_accelerator(main: Callable[..., Any], *args: Any) -> Any:
+    check_fork()
     return main(*args)
 
 
@@ -107,23 +108,24 @@ def _is_fork() -> bool:
     return multiprocessing.get_start_method() == "fork"
 
 
-def _wants_cuda() -> bool:
+def _wants_accelerator() -> bool:
     if "ELCHE_SPEED" in os.environ or os.environ.get("ELCHE_DEVICE") == "cpu":
         return False
-    return torch.cuda.device_count() > 0
+    return choice.count() > 0
 
 
-def check_cuda() -> None:
-    """Refuses CUDA in a fork whose parent has used it.
+def check_fork() -> None:
+    """Refuses an accelerator in a fork whose parent has used it.
 
     Raises:
         ConfigError: the message says what to do instead.
     """
     try:
-        torch.cuda.init()
+        choice.start()
     except RuntimeError as error:
         raise ConfigError(
-            "CUDA was used in this notebook before elche.launch, and its forks cannot "
-            "use it any more: restart the kernel and leave CUDA alone before, or write "
-            f"main to a file (%%writefile train.py) and import it ({error})"
+            f"{choice.kind()} was used in this notebook before elche.launch, and its "
+            "forks cannot use it any more: restart the kernel and leave it alone "
+            "before, or write main to a file (%%writefile train.py) and import it "
+            f"({error})"
         ) from error

@@ -2,7 +2,7 @@
 
 A function that a fresh process can import is run in one. A notebook's own functions
 cannot be imported, so its ranks are forks of it, as in other notebook launchers. A fork
-cannot use CUDA if its parent did. It uses one OpenMP thread: more would hang.
+cannot use an accelerator if its parent did. It uses one OpenMP thread: more would hang.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar, final
 
-import torch
-
+from elche.devices import choice
 from elche.errors import ConfigError, RemoteRankError
 from elche.launching.function_rank import run_rank
 from elche.runtime.process.launch import LaunchedRun
@@ -64,9 +63,9 @@ def launch(
     rank's output appears here. Ctrl-C, or a notebook's interrupt, ends all ranks.
 
     In a script or module, define ``main`` at the top level and give picklable ``args``.
-    A notebook's own functions need neither, but its ranks are forked: CUDA must
-    not have been used in the notebook before, and ranks on the CPU compute with one
-    thread each. A ``main`` imported from a file has neither limit.
+    A notebook's own functions need neither, but its ranks are forked: an accelerator
+    must not have been used in the notebook before, and ranks on the CPU compute with
+    one thread each. A ``main`` imported from a file has neither limit.
 
     Rank 0's return value is pickled; the other ranks' values are dropped. If rank 0
     died and the others continued, the next rank's value is returned. Move tensors to
@@ -75,7 +74,7 @@ def launch(
     Args:
         main: function that each rank runs.
         devices: number of ranks, or a device for each, such as ``["cuda:0", "cpu"]``;
-            None for every CUDA device, or one rank on the CPU.
+            None for every accelerator, or one rank on the CPU.
         args: arguments of ``main``.
         speeds: relative speeds of emulated CPU devices, in place of ``devices``.
 
@@ -96,8 +95,7 @@ def launch(
     if speeds is not None:
         place: dict[str, Any] = {"speeds": tuple(speeds)}
     elif devices is None:
-        # Not is_available(), after which no fork can use CUDA.
-        place = {"num_ranks": torch.cuda.device_count() or 1}
+        place = {"num_ranks": choice.count() or 1}
     elif isinstance(devices, int):
         place = {"num_ranks": devices}
     else:

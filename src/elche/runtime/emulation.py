@@ -145,7 +145,7 @@ class EmulationHandle:
         samples = _num_samples(args, kwargs)
         memory = self._config.memory_samples
         if memory is not None and samples > memory:
-            raise torch.cuda.OutOfMemoryError(
+            raise torch.OutOfMemoryError(
                 f"the emulated device holds {memory} samples, not {samples}"
             )
         self._pass_s = self._config.pass_s(samples)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
-
 from elche.cadence.balancer import Balancer
 from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.local_batches import check_local_batches, local_cut
+from elche.devices.memory import is_out_of_memory
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
 from elche.runtime.training import Training
@@ -94,7 +93,7 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
 
 def memory_hint(error: BaseException, rank: int, samples: int) -> str:
     """Advice for a device that ran out of memory in the user's loop, or ""."""
-    if not isinstance(error, torch.cuda.OutOfMemoryError) or samples < 2:
+    if not is_out_of_memory(error) or samples < 2:
         return ""
     return (
         f"its share of {samples} samples did not fit the device of rank {rank}: under "

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.config import DELAYED_SYNC, RunConfig
+from elche.devices import choice
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
@@ -146,8 +147,7 @@ def _place(
     """Moves the model to this rank's device, and makes the loader's positions."""
     of_batch = asked.weight_of
     weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
-    if placement.device.type == "cuda":
-        torch.cuda.set_device(placement.device)
+    choice.use(placement.device)
     model.to(placement.device)
     if placement.emulation is not None:
         process.emulation = emulate(model, placement.emulation)
@@ -226,7 +226,7 @@ def _facts_alone(placement: Placement, asked: SetupConfig) -> RunFacts:
 
 
 def _single_line(placement: Placement) -> str:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = choice.count()
     if placement.emulation is None and placement.device.type == "cpu":
         return "elche: CPU"
     line = f"elche: single device: {placement.device_name}"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed as dist
 
 from elche.torch_internals.lookup import bind
@@ -29,11 +28,24 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def xccl_options(timeout: timedelta) -> Any:
+    """Options of an XCCL group."""
+    options = dist.ProcessGroupXCCL.Options()
+    options._timeout = timeout
+    return options
+
+
+def registered_backend(name: str) -> Callable[..., Any] | None:
+    """Makes a group of an extension's backend; None without one of the plain API."""
+    plugin: Any = dist.Backend._plugins.get(name.upper())
+    return None if plugin is None or plugin.extended_api else plugin.creator_fn
+
+
 def group_timeout_s(process_group: Any) -> float | None:
     """Timeout (s) of a user's process group; None if torch does not expose it."""
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):
-            options = process_group._get_backend(torch.device(device)).options
+    with contextlib.suppress(RuntimeError, AttributeError):
+        for device in process_group._device_types:
+            options = process_group._get_backend(device).options
             return float(options._timeout.total_seconds())
     return None
 

@@ -30,6 +30,7 @@ from torch import nn
 from elche.cadence.split import passes_of
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.tensors.nested import batch_length
+from elche.devices import choice, memory, random_state
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.memory_limits import RankHost
@@ -111,7 +112,9 @@ class MicroBatches:
                 before = _Moment(self._device, self._buffers)
             try:
                 loss = self._run(parts, loss_of)
-            except torch.cuda.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not memory.is_out_of_memory(error):
+                    raise
                 self._learn(parts, batch, samples, error)
             else:
                 self._proven = max(self._proven, parts[0][1])
@@ -232,8 +235,7 @@ class MicroBatches:
             self._host.rewind()
         if before is not None:
             before.restore()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        memory.empty_cache(self._device)
 
 
 @final
@@ -241,20 +243,16 @@ class _Moment:
     """Random numbers and statistics at the start of a batch."""
 
     def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor]) -> None:
-        self._device = device
         self._kept = [(b, b.detach().to("cpu", copy=True)) for b in buffers]
-        self._host_state = torch.get_rng_state()
-        if device.type == "cuda":
-            self._device_state = torch.cuda.get_rng_state(device)
+        self._random = [(d, random_state.state_of(d)) for d in {choice.CPU, device}]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restores the saved state."""
         for buffer, value in self._kept:
             buffer.copy_(value)
-        torch.set_rng_state(self._host_state)
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._device_state, self._device)
+        for device, state in self._random:
+            random_state.restore(device, state)
 
 
 def cut_batch(batch: Any, start: int, stop: int, length: int) -> Any:

@@ -60,9 +60,9 @@ class LateStage:
 def shares_host(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """Whether ranks share memory; staged tensors are copied as from a CUDA device."""
+    """Whether ranks share memory; staged tensors are copied as from a device."""
     if request.param == "staged":
-        monkeypatch.setattr(flat.CudaStage, "for_tensors", LateStage)
+        monkeypatch.setattr(flat.DeviceStage, "for_tensors", LateStage)
     return bool(request.param == "shared")
 
 

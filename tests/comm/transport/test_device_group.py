@@ -41,6 +41,7 @@ LISTEN = "127.0.0.1"
         ([("a", "gpu 1"), ("a", "gpu 2")], True, True),
         ([("a", "gpu 1"), ("a", "gpu 1")], False, False),
         ([("a", "gpu 1"), ("a", "")], False, False),
+        ([("a", "gpu 1"), ("a", "other 1")], False, False),
         ([("a", "gpu 1"), ("b", "gpu 2")], False, True),
         ([("a", "gpu 1"), ("b", "gpu 1")], False, True),  # named by their index
         ([("a", "gpu 1"), ("b", "gpu 1"), ("b", "gpu 1")], False, False),
@@ -62,8 +63,8 @@ def test_tensors_of_a_device_go_the_devices_way() -> None:
     group = Group(host, 0, 2, 1.0)
     device = SimpleNamespace(all_reduce_async=lambda t: told.append(("device", t)))
     near, far = (
-        SimpleNamespace(is_cuda=is_cuda, view_as=lambda other: other)
-        for is_cuda in (False, True)
+        SimpleNamespace(device=torch.device(kind), view_as=lambda other: other)
+        for kind in ("cpu", "cuda")  # which gloo takes, too
     )
     group.all_reduce_async(cast("torch.Tensor", far))
     group.devices = cast("Any", device)
@@ -75,7 +76,7 @@ def test_tensors_of_a_device_go_the_devices_way() -> None:
 def test_what_does_not_end_among_devices_has_the_deadline() -> None:
     group = Group(None, 0, 2, 0.01)
     work = SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
-    with pytest.raises(CommunicationError, match="a sum among CUDA devices did not"):
+    with pytest.raises(CommunicationError, match="a sum among devices did not"):
         DeviceWork(work, group).wait()
 
 
@@ -125,11 +126,11 @@ def _opened(fault: str, hosts: str) -> tuple[list[float], str, bool]:
         waits = fault == "hangs" or (fault == "fails" and group.rank == 0)
         timeout_s = 0.5 if waits else 60.0  # who fails is not late, on a busy machine
         listen = LISTEN if hosts == "ab" else ""
-        config = DeviceGroupConfig(timeout_s, listen, form)
+        config = DeviceGroupConfig(timeout_s, form, listen)
         group.ranks = [3, 5]
         found = None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_group, "device_name", lambda _: f"gpu {group.rank}")
+            patch.setattr(device_group, "place_of", lambda _: f"nccl {group.rank}")
             try:
                 found = open_device_group(group, CPU, config)
             except ConfigError as error:

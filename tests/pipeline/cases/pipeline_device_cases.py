@@ -80,8 +80,8 @@ def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
         return wires[-1]
 
     with logged(device_group.__name__) as said, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_group, "device_name", lambda _: f"gpu {place.rank}")
-        patch.setattr(peers, "nccl_group", form)
+        patch.setattr(device_group, "place_of", lambda _: f"nccl {place.rank}")
+        patch.setattr(peers, "form_group", lambda _, *where: form(*where))
         patch.setattr(peers, "SideStream", lambda _: Beside())
         yield wires, said
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from elche.runtime.data.prefetch import DevicePrefetcher, MemoryReading, read_memory
-from elche.runtime.data.transfer import CudaCopyStream
+from elche.devices.memory import MemoryReading, read_memory
+from elche.runtime.data.prefetch import DevicePrefetcher
+from elche.runtime.data.transfer import CopyStream
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
@@ -51,7 +52,7 @@ def numbered(count: int, nbytes: int = MB) -> Callable[[], tuple[int, Any] | Non
 def roomy(
     next_batch: Callable[[], tuple[int, Any] | None], device: torch.device
 ) -> DevicePrefetcher[int]:
-    copies = CudaCopyStream(device)
+    copies = CopyStream(device)
     return DevicePrefetcher(next_batch, device, copies, roomy_memory)
 
 
@@ -88,7 +89,7 @@ def test_memory_is_not_reused_while_it_is_read(
     ahead = roomy(numbered(40, 4 * MB), device)
     warm_up(ahead)
     if not keeps:
-        monkeypatch.setattr(CudaCopyStream, "keep", lambda self, tensor: None)
+        monkeypatch.setattr(CopyStream, "keep", lambda self, tensor: None)
     torch.cuda._sleep(LONG_SLEEP_CYCLES)
     addresses = []
     for _ in range(20):
@@ -120,7 +121,7 @@ def test_copies_run_beside_the_training(device: torch.device) -> None:
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_a_copy_reads_pinned_memory_if_asked(device: torch.device, pin: bool) -> None:
-    copies = CudaCopyStream(device)
+    copies = CopyStream(device)
     host = [torch.arange(1000.0), torch.arange(7)]
     copied = copies.copy(host, pin)
     assert [tensor.is_pinned() for tensor in copied.source] == [pin, pin]

@@ -167,21 +167,6 @@ class ParameterWatch:
         )
 
 
-def refuse_capture() -> None:
-    """Refuses to reduce gradients inside the capture of a CUDA graph.
-
-    Raises:
-        ConfigError: the current stream is being captured.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise ConfigError(
-            "gradients are reduced by hooks in the backward pass, which a CUDA graph "
-            "does not replay: a graph must not hold a whole training step here; "
-            "capture the model with torch.cuda.make_graphed_callables, or average "
-            "parameters (policy 'async', or 'cadence'), which needs no hook"
-        )
-
-
 def refuse_gradient(
     gradient: torch.Tensor | None, name: str, dtype: torch.dtype
 ) -> None:

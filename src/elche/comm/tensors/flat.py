@@ -6,9 +6,9 @@ therefore concatenates tensors and cuts them into segments of about a megabyte; 
 operations on a segment run before the next segment. Segment boundaries depend only on
 shapes and memory formats, so rounding is the same on all ranks.
 
-Tensors of one CUDA device pass through a flat tensor there and pinned host memory, in a
-few large copies on a separate stream. All arithmetic runs on the host, so CPU and CUDA
-ranks get the same bits.
+Tensors of one accelerator pass through a flat tensor there and pinned host memory, in a
+few large copies on a separate stream. All arithmetic runs on the host, so ranks on any
+device get the same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elche.devices import choice, streams
 from elche.torch_internals.held import foreach_add_, foreach_copy_
 
 SEGMENT_ELEMENTS = 262_144
@@ -111,11 +112,11 @@ class FlatLayout:
         self.numel = sum(tensor.numel() for tensor in self.tensors)
         self.segments = cut(self.tensors, limit)
         self._key = _key(self.tensors)
-        self._stage = CudaStage.for_tensors(self.tensors, dtype)
+        self._stage = DeviceStage.for_tensors(self.tensors, dtype)
 
     @property
     def is_staged(self) -> bool:
-        """True if the tensors are copied as a whole from and to a CUDA device."""
+        """True if the tensors are copied as a whole from and to a device."""
         return self._stage is not None
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -133,7 +134,7 @@ class FlatLayout:
         return FlatImage(flat, parts, self._shaped(parts))
 
     def image(self) -> FlatImage:
-        """Allocates memory for all segments; pinned if the tensors are on CUDA."""
+        """Allocates memory for all segments; pinned if the tensors are staged."""
         if self._stage is not None:
             return self.over(self._stage.host_memory())
         return self.over(torch.empty(self.numel, dtype=self.dtype, device="cpu"))
@@ -214,8 +215,8 @@ class FlatLayout:
         ]
 
 
-class CudaStage:
-    """A flat CUDA tensor that stages copies between tensors and pinned host memory.
+class DeviceStage:
+    """A flat device tensor that stages copies between tensors and pinned host memory.
 
     Copies between device and host run in order on a separate stream, which is
     synchronized with the user's stream on the device, without blocking the host.
@@ -228,32 +229,30 @@ class CudaStage:
         self._device = device
         self._flat = torch.empty(numel, dtype=dtype, device=device)
         self._views = shaped(self._flat, tensors)
-        self._stream = torch.cuda.Stream(device)
-        self._fetched = torch.cuda.Event()
+        self._stream = streams.Stream(device)
+        self._fetched = streams.Event(device)
 
     @staticmethod
     def for_tensors(
         tensors: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> CudaStage | None:
-        """Makes a stage; None if the tensors are not all on one CUDA device."""
+    ) -> DeviceStage | None:
+        """Makes a stage; None if the tensors are not all on one device with streams."""
         devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
-            return None
-        return CudaStage(tensors, dtype, devices.pop())
+        device = devices.pop() if len(devices) == 1 else choice.CPU
+        has_streams = streams.has_streams(device)
+        return DeviceStage(tensors, dtype, device) if has_streams else None
 
     def host_memory(self) -> torch.Tensor:
         """Allocates pinned memory of the same size."""
-        return torch.empty(
-            self._flat.numel(), dtype=self._flat.dtype, pin_memory=True, device="cpu"
-        )
+        return streams.host_memory(self._flat.shape, self._flat.dtype, self._device)
 
     def fetch(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
         """Starts copying the tensors' current values into pinned memory."""
-        current = torch.cuda.current_stream(self._device)
+        current = streams.current_stream(self._device)
         current.wait_stream(self._stream)
         foreach_copy_(self._views, list(tensors))
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with streams.beside(self._stream):
             host.copy_(self._flat, non_blocking=True)
             self._fetched.record(self._stream)
 
@@ -263,9 +262,9 @@ class CudaStage:
 
     def put(self, host: torch.Tensor) -> list[torch.Tensor]:
         """Copies pinned memory to the device; returns a view per tensor there."""
-        current = torch.cuda.current_stream(self._device)
+        current = streams.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with streams.beside(self._stream):
             self._flat.copy_(host, non_blocking=True)
         current.wait_stream(self._stream)
         return self._views

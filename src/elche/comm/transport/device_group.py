@@ -1,8 +1,9 @@
-"""Sums among CUDA devices through NCCL, without a copy through the host.
+"""Sums among devices through their own backend, without a copy through the host.
 
-NCCL is used if each rank has its own CUDA device and all ranks are on one host, or NCCL
-between hosts was requested. (NCCL refuses two ranks on one device; these sum through
-gloo.) All ranks try a group before its use, and drop it if the trial fails on any.
+That backend (NCCL on CUDA) is used if each rank has its own device of one type, and all
+ranks are on one host or NCCL between hosts was requested. (NCCL refuses two ranks on
+one device; these sum through gloo.) All ranks try a group before its use, and drop it
+if the trial fails on any.
 
 This has not run on several real devices yet. Tests cover the rule, the trial and the
 message path with another backend in place of NCCL.
@@ -23,8 +24,9 @@ from torch import distributed as dist
 
 from elche.comm.control.addresses import listen
 from elche.comm.transport.process_group import Group, gather_texts
+from elche.devices import choice
+from elche.devices.backends import place_of
 from elche.errors import CommunicationError, ConfigError, ElcheError
-from elche.torch_internals.groups import nccl_options
 
 TRIAL_S = 60.0
 """Upper bound (s) on forming and trying a group."""
@@ -38,37 +40,20 @@ _log = logging.getLogger(__name__)
 
 
 def serves(places: Sequence[tuple[str, str]], *, between_hosts: bool = False) -> bool:
-    """True if NCCL can sum for these ranks.
+    """True if the devices' own backend can sum for these ranks.
 
     Args:
-        places: host and device of each rank; "" for a device that NCCL cannot use.
+        places: host of each rank and `place_of` its device.
         between_hosts: True if ranks may be on several hosts.
     """
+    backends = {device.partition(" ")[0] for _, device in places}
     return (
         len(places) > 1
-        and all(device for _, device in places)
+        and len(backends) == 1
+        and "" not in backends
         and (between_hosts or len({host for host, _ in places}) == 1)
         and len(set(places)) == len(places)
     )
-
-
-def device_name(device: torch.device) -> str:
-    """Names a device uniquely on its host; "" if NCCL cannot use it.
-
-    With CUDA_VISIBLE_DEVICES, one device may have another index in each process.
-    """
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return ""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return str(getattr(properties, "uuid", device.index))
-
-
-def nccl_group(store: dist.Store, rank: int, size: int, deadline: timedelta) -> Any:
-    """Forms an NCCL group among processes that share a store.
-
-    NCCL's watchdog calls the store from other threads, so it must be a torch store.
-    """
-    return dist.ProcessGroupNCCL(store, rank, size, nccl_options(deadline))
 
 
 def sum_of_ranks(made: Any, group: Group, device: torch.device) -> str:
@@ -87,15 +72,15 @@ class DeviceGroupConfig:
 
     Attributes:
         timeout_s: deadline of forming the group and of a collective.
-        listen: rank 0's rendezvous address if NCCL between hosts was requested; "":
-            NCCL only within one host.
         form: makes torch's group from a store, rank, world size and deadline.
+        listen: rank 0's rendezvous address if NCCL between hosts was requested; "":
+            only within one host.
         attempt: tries the formed group and returns the error, "" if there is none.
     """
 
     timeout_s: float
+    form: Former
     listen: str = ""
-    form: Former = nccl_group
     attempt: Attempt = sum_of_ranks
 
 
@@ -110,14 +95,14 @@ def open_device_group(
         config: settings, the same on all ranks except for addresses.
 
     Returns:
-        The group, or None if NCCL cannot be used; then everything is closed.
+        The group, or None if none can be used; then everything is closed.
 
     Raises:
         ConfigError: NCCL between hosts was requested, and fails on a rank.
         CommunicationError: a rank did not arrive in time.
     """
     hosts = group.hosts()
-    named = gather_texts(group, device_name(device), "naming devices")
+    named = gather_texts(group, place_of(device), "naming devices")
     places = list(zip(hosts, named, strict=True))
     if not serves(places, between_hosts=bool(config.listen)):
         return None
@@ -128,13 +113,14 @@ def open_device_group(
     made, error = _tried(group, device, config, place)
     errors = gather_texts(group, error, "trying devices")
     failed = [rank for rank, each in enumerate(errors) if each]
-    found = DeviceGroup(made, group, served)
+    backend = named[0].partition(" ")[0].upper()
+    found = DeviceGroup(made, group, served, backend)
     if not failed:
         return found
     found.close()
     # If one rank fails, others time out: report the failure.
     rank = next((rank for rank in failed if errors[rank] != LATE), failed[0])
-    said = f"NCCL does not serve (rank {group.ranks[rank]}: {errors[rank]})"
+    said = f"{backend} does not serve (rank {group.ranks[rank]}: {errors[rank]})"
     if config.listen:
         raise ConfigError(
             f"{said}, which transport.kind='nccl' asks for; leave kind= out"
@@ -152,10 +138,13 @@ class DeviceGroup:
         made: torch's device group, or a test's substitute; or None.
         group: gloo group of the same ranks.
         served: on rank 0, the rendezvous store, closed with the group.
+        backend: name of the backend for people.
     """
 
-    def __init__(self, made: Any, group: Group, served: dist.Store | None) -> None:
-        self.made = made
+    def __init__(
+        self, made: Any, group: Group, served: dist.Store | None, backend: str
+    ) -> None:
+        self.made, self.backend = made, backend
         self._group = group
         self._served = served
 
@@ -216,8 +205,7 @@ def _tried(
 
     def attempt() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            choice.use(device)
             deadline = timedelta(seconds=config.timeout_s)
             address, port = place.split()
             store = _store_at(address, int(port), config.timeout_s)
@@ -255,7 +243,7 @@ class DeviceWork:
         Raises:
             CommunicationError: the deadline has passed, or a rank is dead.
         """
-        self._group.wait_until(self.is_completed, "a sum among CUDA devices")
+        self._group.wait_until(self.is_completed, "a sum among devices")
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Transfer of a step's tensors between CUDA devices through NCCL.
+"""Transfer of a step's tensors between devices through their own backend.
 
 A message's head is sent through gloo and announces that its tensors follow through
 NCCL. A transfer begins when the tensors are computed and the receiver is ready. The
@@ -25,28 +25,27 @@ from elche.comm.transport.device_group import (
     end_at_once,
 )
 from elche.comm.transport.process_group import Group
+from elche.devices import streams
 
 
 class SideStream:
-    """A side stream, separate from a CUDA device's computation."""
+    """A side stream, separate from a device's computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = streams.Stream(device)
 
     def computed(self) -> Callable[[], bool]:
         """Returns a poll for the completion of all work submitted to the device."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event.query
+        return streams.record_event(self._device).query
 
     def beside(self) -> AbstractContextManager[Any]:
         """Context whose work and allocations use the side stream."""
-        return torch.cuda.stream(self._stream)
+        return streams.beside(self._stream)
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Marks a tensor allocated in `beside` as used by the computation."""
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(streams.current_stream(self._device))
 
 
 @final

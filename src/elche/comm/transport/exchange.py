@@ -393,9 +393,9 @@ def agree_to_share(group: Group, own: bool) -> bool:
     return group.world_size > 1 and int(mine) == group.world_size
 
 
-def can_share(device_name: str) -> bool:
+def can_share(device: torch.device) -> bool:
     """True if a rank with this device can share memory within its host.
 
     Requires the CPU, and a processor on which other cores see writes in order.
     """
-    return device_name.startswith("CPU") and may_share_memory()
+    return device.type == "cpu" and may_share_memory()

@@ -19,6 +19,8 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.control.addresses import host_name
+from elche.comm.transport.host_work import HostWork, on_host
+from elche.devices.backends import gloo_takes
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
 
@@ -108,7 +110,7 @@ class Group:
         timeout_s: deadline of a collective.
 
     Attributes:
-        devices: group for CUDA tensors (`device_group`), or None.
+        devices: group for device tensors (`device_group`), or None.
         host_leaders: leaders for sums between hosts (`host_exchange`) if ranks share
             memory within their hosts, or None.
         ranks: ranks in the run by place in the group, for errors.
@@ -143,7 +145,7 @@ class Group:
         if self.world_size == 1:
             return "none, on one device"
         if self.devices is not None:
-            return "NCCL"
+            return str(self.devices.backend)
         is_one_host = len(set(self._hosts or ())) < 2  # True until hosts are known
         return "shared memory" if self.shares_host and is_one_host else "gloo"
 
@@ -205,10 +207,9 @@ class Group:
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins an in-place all-reduce (sum) of ``tensor``; see :meth:`wait`."""
         live = self._live
-        if self.devices is not None and tensor.is_cuda:
+        if self.devices is not None and tensor.device.type != "cpu":
             return self.devices.all_reduce_async(tensor)
-        self._keep(tensor)
-        return self._begun(live.allreduce([tensor]))
+        return self._begin(tensor, lambda each: live.allreduce([each]))
 
     def wait(self, work: Any, what: str) -> None:
         """Waits for a collective.
@@ -216,10 +217,13 @@ class Group:
         Raises:
             CommunicationError: the collective failed; names the failed rank if known.
         """
-        if isinstance(work, dist.Work):
-            self._poll(work)
+        is_on_host = isinstance(work, HostWork)
+        if isinstance(gloo_work := work.work if is_on_host else work, dist.Work):
+            self._poll(gloo_work)
         try:
             work.wait()
+            if is_on_host:
+                work.put_back()
         except CommunicationError:  # a DeviceWork has found the reason already
             raise
         except RuntimeError as error:
@@ -283,14 +287,23 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
         """Broadcasts one rank's ``tensor`` to all ranks, in place."""
         live = self._live
-        self._keep(tensor)
-        self.wait(self._begun(live.broadcast(tensor, source)), what)
+        work = self._begin(tensor, lambda each: live.broadcast(each, source))
+        self.wait(work, what)
 
-    def _begun(self, work: Any) -> Any:
-        """Records a work that may be pending when the group is left."""
+    def _begin(
+        self, tensor: torch.Tensor, collective: Callable[[torch.Tensor], Any]
+    ) -> Any:
+        """Begins a collective, on the host if gloo does not take the device's tensor.
+
+        Works are recorded, since they may be pending when the group is left.
+        """
+        taken = gloo_takes(tensor)
+        near = tensor if taken else on_host(tensor)
+        self._keep(near)
+        work = collective(near)
         self._works = [w for w in self._works if not w.is_completed()]
         self._works.append(work)
-        return work
+        return work if taken else HostWork(work, near, tensor)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         """Keeps a view so that gloo's thread releases ``tensor`` without the GIL.

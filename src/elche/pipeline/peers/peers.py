@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,7 +16,6 @@ from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import (
     DeviceGroup,
     DeviceGroupConfig,
-    nccl_group,
     open_device_group,
 )
 from elche.comm.transport.device_messages import (
@@ -31,6 +31,7 @@ from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.comm.transport.point_to_point import LOOK_EVERY_S, PointToPoint
 from elche.comm.transport.process_group import SLEEP_S, Group, gather_texts
 from elche.coordination.protocol.events import Failed, Left
+from elche.devices.backends import form_group
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
 from elche.pipeline.peers.waits import BEYOND_S, Waits
 from elche.runtime.process.connect import connect
@@ -226,7 +227,7 @@ class StagePeers:
             device,
             DeviceGroupConfig(
                 timeout_s,
-                form=TwoWays.former(nccl_group),
+                form=TwoWays.former(partial(form_group, device)),
                 attempt=trial(partners),
             ),
         )

@@ -11,6 +11,7 @@ from torch import nn
 from elche.comm.tensors.flat import shaped
 from elche.comm.transport.exchange import GlooExchange, open_exchange
 from elche.comm.transport.process_group import Group
+from elche.devices.streams import host_memory
 from elche.errors import CommunicationError, ConfigError
 
 BUCKET_BYTES = 25 << 20
@@ -39,10 +40,9 @@ class GradientBucket:
         self._numel = sum(as_numbers(one.detach()).numel() for one in parameters)
         count, cpu = self._numel + len(parameters), torch.device("cpu")
         self.exchange = open_exchange(group, count, dtype, cpu)
-        if isinstance(self.exchange, GlooExchange) and parameters[0].is_cuda:
-            self.exchange.renew(
-                0, lambda: torch.empty(count, dtype=dtype, pin_memory=True, device=cpu)
-            )
+        if isinstance(self.exchange, GlooExchange):
+            device = parameters[0].device
+            self.exchange.renew(0, lambda: host_memory((count,), dtype, device))
 
     @torch.no_grad()
     def begin(self, contributes: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from elche.devices.choice import check_device
 from elche.errors import ConfigError
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
@@ -25,7 +26,7 @@ from elche.pipeline.setup.measured_plan import (
 from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import LayerMeasurement, profile_layers
 from elche.pipeline.step.stepping import Stepping
-from elche.runtime.process.environment import check_device, read_placement
+from elche.runtime.process.environment import read_placement
 from elche.schedule.actions import Schedule
 
 

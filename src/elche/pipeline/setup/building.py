@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
+from elche.devices import random_state
 from elche.errors import ConfigError
 from elche.pipeline.cutting.whole_modules import SplitPoints
 from elche.pipeline.stage import Layer
@@ -89,9 +90,8 @@ class LayerList:
             ConfigError: a factory does not make a module, or a meta layer has no
                 initialisation.
         """
-        devices = [device] if device.type == "cuda" else []
         # Afterwards every rank's script draws the same numbers, whatever it built.
-        with torch.random.fork_rng(devices, enabled=seed is not None):
+        with random_state.forked([device], enabled=seed is not None):
             return [self._build(index, device, seed, init) for index in indices]
 
     def _build(

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from elche.devices.memory import read_memory
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList
@@ -70,8 +71,9 @@ def memory_limit(
     Layers already on the device count as free memory: they are part of the plan.
 
     Returns:
-        The limit in the settings; else a fraction of a CUDA device's free memory.
-        Infinite on the CPU, whose memory is shared and can be swapped.
+        The limit in the settings; else a fraction of the device's free memory.
+        Infinite on the CPU, whose memory is shared and can be swapped, and where the
+        device does not say.
 
     Raises:
         ConfigError: the settings do not have one limit per rank.
@@ -83,10 +85,9 @@ def memory_limit(
                 f"{list(config.memory_bytes)}"
             )
         return float(config.memory_bytes[placement.rank])
-    if device.type != "cuda":
+    reading = read_memory(device)
+    if not reading.total_bytes:
         return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     here = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
         for source in layers.sources
@@ -94,7 +95,7 @@ def memory_limit(
         for one in (*source.parameters(), *source.buffers())
         if one.device == device
     }
-    return USABLE_SHARE * (free + cached + sum(here.values()))
+    return USABLE_SHARE * (reading.free_bytes + sum(here.values()))
 
 
 def plan_measured(

@@ -24,6 +24,8 @@ from torch import nn
 from elche.comm.transport.message_memory import IncomingMemory, OutgoingMemory
 from elche.comm.transport.messages import Message, Packed
 from elche.comm.transport.shared_memory import may_share_memory
+from elche.devices import random_state
+from elche.devices.streams import synchronize
 from elche.pipeline.setup.building import LayerList
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, OwnBackward, Stage
@@ -93,8 +95,7 @@ def profile_layers(
     tensors, structure = flatten(sample, "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))
     measured: list[LayerMeasurement] = []
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with random_state.forked([device]):
         for index in range(len(layers)):
             turns = _turns(layers, index, device)
             given = _on(given, device)
@@ -282,6 +283,5 @@ def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:
 
 
 def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -23,7 +23,9 @@ from elche.cadence.prefetch_gauge import (
     PinTrial,
     decide_prefetch,
 )
-from elche.runtime.data.transfer import Copy, CudaCopyStream, tensors_in, to_device
+from elche.devices import streams
+from elche.devices.memory import MemoryReading, read_memory
+from elche.runtime.data.transfer import Copy, CopyStream, tensors_in, to_device
 
 WARM_BATCHES = 3
 """Batches before a step's memory peak is trusted; the first allocates state."""
@@ -33,45 +35,9 @@ Tag = TypeVar("Tag")
 logger = logging.getLogger(__name__)
 
 
-class MemoryReading(NamedTuple):
-    """A device's memory, in bytes.
-
-    Attributes:
-        total_bytes: memory of the device.
-        free_bytes: memory that this process could allocate, its cache included.
-        active_bytes: memory of its tensors, with what queued kernels still use.
-        peak_bytes: peak of ``active_bytes``; both are 0 if they are not counted.
-    """
-
-    total_bytes: int
-    free_bytes: int
-    active_bytes: int = 0
-    peak_bytes: int = 0
-
-
-def read_memory(device: torch.device) -> MemoryReading:
-    """The driver's and the caching allocator's figures of a CUDA device.
-
-    The driver counts memory that the allocator caches as used; here it is free. Peaks
-    are read and never reset, as they are the user's too. Does not wait for the device.
-    """
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    if torch.cuda.get_allocator_backend() != "native":
-        return MemoryReading(total_bytes, free_bytes)
-    stats = torch.cuda.memory_stats(device)
-    active_bytes = stats.get("active_bytes.all.current", 0)
-    reserved_bytes = stats.get("reserved_bytes.all.current", 0)
-    fraction = torch.cuda.get_per_process_memory_fraction(device)
-    allowed_bytes = max(0, int(fraction * total_bytes) - reserved_bytes)
-    cached_bytes = max(0, reserved_bytes - active_bytes)
-    free_bytes = min(free_bytes, allowed_bytes) + cached_bytes
-    peak_bytes = stats.get("active_bytes.all.peak", 0)
-    return MemoryReading(total_bytes, free_bytes, active_bytes, peak_bytes)
-
-
 def most_ahead(device: torch.device) -> int:
     """Batches that :meth:`DevicePrefetcher.on` may fetch ahead of the yielded one."""
-    return MAX_DEPTH if device.type == "cuda" else 0
+    return MAX_DEPTH if streams.has_streams(device) else 0
 
 
 @dataclass(slots=True)
@@ -108,7 +74,7 @@ class DevicePrefetcher(Generic[Tag]):
         self,
         next_batch: Callable[[], tuple[Tag, Any] | None],
         device: torch.device,
-        copies: CudaCopyStream | None = None,
+        copies: CopyStream | None = None,
         read: Callable[[], MemoryReading] | None = None,
     ) -> None:
         self._next_batch = next_batch
@@ -132,8 +98,8 @@ class DevicePrefetcher(Generic[Tag]):
         next_batch: Callable[[], tuple[Tag, Any] | None],
         device: torch.device,
     ) -> DevicePrefetcher[Tag]:
-        """Makes a device's prefetcher, which copies ahead on CUDA only."""
-        copies = CudaCopyStream(device) if device.type == "cuda" else None
+        """Makes a device's prefetcher, which copies ahead if the device has streams."""
+        copies = CopyStream(device) if streams.has_streams(device) else None
         return DevicePrefetcher(next_batch, device, copies)
 
     @property
@@ -184,7 +150,7 @@ class DevicePrefetcher(Generic[Tag]):
         self.transfer_s = time.perf_counter() - taken_s
         return got
 
-    def _fetch(self, copies: CudaCopyStream) -> bool:
+    def _fetch(self, copies: CopyStream) -> bool:
         """Takes one batch from the loader and begins its copy; False if none came."""
         got = self._next_batch()
         if got is None:
@@ -200,13 +166,13 @@ class DevicePrefetcher(Generic[Tag]):
         return True
 
     def _begin_copy(
-        self, copies: CudaCopyStream, held: _Held[Tag], copied_bytes: int
+        self, copies: CopyStream, held: _Held[Tag], copied_bytes: int
     ) -> None:
         began_s = time.perf_counter()
         pin = self._pin_trial.pin
         try:
             held.copy = copies.copy(held.data, pin)
-        except torch.cuda.OutOfMemoryError:
+        except torch.OutOfMemoryError:
             self._most_depth = self.depth = self.depth // 2
             logger.warning(
                 "no device memory left for a batch ahead of its use: %d will be held "
@@ -219,7 +185,7 @@ class DevicePrefetcher(Generic[Tag]):
         self.transfer_s += taken_s
         self._pin_trial.observe(pin, taken_s, copied_bytes)
 
-    def _hand_out(self, copies: CudaCopyStream, held: _Held[Tag]) -> tuple[Tag, Any]:
+    def _hand_out(self, copies: CopyStream, held: _Held[Tag]) -> tuple[Tag, Any]:
         self._batches += 1
         if held.copy is None:
             began_s = time.perf_counter()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from elche.devices import streams
+
 logger = logging.getLogger(__name__)
 
 
@@ -21,9 +23,10 @@ def to_device(data: Any, device: torch.device) -> Any:
     Containers that are not tuples, lists, mappings or objects with ``.to`` are returned
     unchanged.
     """
+    aside = streams.has_streams(device)
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+        return tensor.to(device, non_blocking=aside and tensor.device.type == "cpu")
 
     return map_batch(data, move, lambda item: item.to(device))
 
@@ -77,45 +80,44 @@ class Copy:
 
     data: Any
     source: Any
-    fence: torch.cuda.Event
+    fence: streams.Event
 
 
-class CudaCopyStream:
-    """A CUDA stream of its own for copies to one device.
+class CopyStream:
+    """A stream of its own for copies to one device.
 
     A copied tensor's memory belongs to this stream's pool. Without :meth:`keep` it
     would go to the next copy as soon as Python drops the batch, while kernels that
     read it are still queued.
 
     Args:
-        device: a CUDA device.
+        device: a device with streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = streams.Stream(device)
         self._can_pin = True
 
     def copy(self, data: Any, pin: bool) -> Copy:
         """Begins to copy a batch, staged in pinned memory if ``pin``.
 
         Raises:
-            torch.cuda.OutOfMemoryError: the device has no room for it.
+            torch.OutOfMemoryError: the device has no room for it.
         """
         source = self._pinned(data) if pin else data
-        with torch.cuda.stream(self._stream):
+        with streams.beside(self._stream):
             moved = to_device(source, self._device)
-            fence = torch.cuda.Event()
-            fence.record()
+            fence = streams.record_event(self._device)
         return Copy(moved, source, fence)
 
-    def wait(self, fence: torch.cuda.Event) -> None:
+    def wait(self, fence: streams.Event) -> None:
         """Makes the stream that trains wait for a copy; the host does not."""
-        torch.cuda.current_stream(self._device).wait_event(fence)
+        streams.current_stream(self._device).wait_event(fence)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Ties a copied tensor's memory to the current stream's work."""
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(streams.current_stream(self._device))
 
     def _pinned(self, data: Any) -> Any:
         """The batch in pinned memory; unchanged if pinning fails."""

@@ -15,6 +15,8 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.control.addresses import EVERYWHERE, parse_address
+from elche.devices import choice
+from elche.devices.memory import total_bytes
 from elche.errors import ConfigError
 from elche.runtime.emulation import EmulationConfig
 from elche.runtime.process.launchers import launch_facts, read_launcher
@@ -59,18 +61,12 @@ class Placement:
         """Name of the device, for people and for comparison between ranks."""
         if self.emulation is not None:
             return f"CPU emulated at speed {self.emulation.speed:g}"
-        if self.device.type == "cuda":
-            return str(torch.cuda.get_device_name(self.device))
-        return self.device.type.upper()
+        return choice.product_name(self.device)
 
     @property
     def memory_bytes(self) -> int:
         """Memory of the device, of the host for a CPU; 0 if it is not known."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.device).total_memory)
-        if self.device.type == "cpu" and hasattr(os, "sysconf"):
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return 0
+        return total_bytes(self.device)
 
 
 def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
@@ -111,13 +107,11 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             f"and ELCHE_FIXED_MS to be numbers: {error}; let `elche run` set them"
         ) from error
     if emulation is not None:
-        device = torch.device("cpu")
+        device = choice.CPU
     elif "ELCHE_DEVICE" in environment:
-        device = check_device(environment["ELCHE_DEVICE"])
+        device = choice.check_device(environment["ELCHE_DEVICE"])
     else:
-        local = int_of(environment, "LOCAL_RANK", rank)
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device = torch.device("cuda", local % count) if count else torch.device("cpu")
+        device = choice.default_device(int_of(environment, "LOCAL_RANK", rank))
     coordinator = None
     if "ELCHE_COORDINATOR" in environment:
         told = environment["ELCHE_COORDINATOR"]
@@ -157,31 +151,6 @@ def _with_default_group(environment: Mapping[str, str]) -> Mapping[str, str]:
             "init_process_group"
         )
     return {**environment, **own}
-
-
-def check_device(name: str) -> torch.device:
-    """Returns the named device, which must exist on this machine.
-
-    Raises:
-        ConfigError: the name is malformed or the device is not there.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"unknown device {name!r}; expected names like cpu, cuda:0"
-        ) from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device {name!r} does not exist: this machine has {count} CUDA "
-                "devices; choose among them, or cpu"
-            )
-        return device
-    raise ConfigError(f"device {name!r} is not supported; expected cpu or cuda:N")
 
 
 def int_of(environment: Mapping[str, str], name: str, default: int) -> int:

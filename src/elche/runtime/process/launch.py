@@ -146,9 +146,9 @@ def launch(
         ConfigError: a device does not exist.
     """
     if config.devices is not None:
-        from elche.runtime.process.environment import check_device
+        from elche.devices.choice import check_device, is_known
 
-        for name in config.devices:
+        for name in filter(is_known, config.devices):  # ranks check the others
             check_device(name)
     return asyncio.run(_launch(config, on_ready))
 

@@ -136,7 +136,7 @@ class LaunchConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default one per CUDA device of the machine."""
+        """Number of ranks; by default one per accelerator of the machine."""
         if self.devices is not None:
             return len(self.devices)
         if self.speeds is not None:
@@ -159,9 +159,9 @@ class LaunchConfig:
         """Each rank's device, as ranks choose it by default; None for emulated ones."""
         if self.speeds is not None or self.devices is not None:
             return self.devices
-        count = _device_count(without=0)
-        ranks = range(self.world_size)
-        return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in ranks)
+        from elche.devices.choice import default_device
+
+        return tuple(str(default_device(rank)) for rank in range(self.world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +194,10 @@ class LaunchResult:
         return 0 if self.failed_first is None else self.exit_codes[self.failed_first]
 
 
-def _device_count(without: int = 1) -> int:
-    import torch
+def _device_count() -> int:
+    from elche.devices.choice import count
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else without
+    return count() or 1
 
 
 def python_command(*arguments: str) -> tuple[str, ...]:

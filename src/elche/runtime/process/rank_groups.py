@@ -23,6 +23,7 @@ from elche.comm.transport.process_group import (
     keep_left_groups,
 )
 from elche.coordination.protocol.instructions import Abort, Regroup, Welcome
+from elche.devices.backends import form_group
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.environment import Placement
 
@@ -61,6 +62,7 @@ class RankGroups:
     ) -> None:
         self._placement = placement
         self._rank = placement.rank
+        self._form_devices = partial(form_group, placement.device)
         self._channel = channel
         self._timeout_s = timeout_s
         self._check, self._why_failed = check, why_failed
@@ -69,7 +71,7 @@ class RankGroups:
         if placement.joins:
             self.members.append(self._rank)  # the others' ranks follow when it joins
         self._shares = self.can_share = False
-        self._device_config = DeviceGroupConfig(timeout_s)
+        self._device_config = DeviceGroupConfig(timeout_s, self._form_devices)
         self.has_ended = True  # there is no group: not yet, or not any more
         self._current = Group.alone(timeout_s)
         self._side: list[Group] = []
@@ -112,10 +114,11 @@ class RankGroups:
 
     def _note_transport(self, transport: str) -> None:
         """Records the transport of groups; each group agrees on shared memory."""
-        own = self._placement.device_name
-        self.can_share = transport != "gloo" and can_share(own)
+        self.can_share = transport != "gloo" and can_share(self._placement.device)
         listen = self._placement.listen if transport == "nccl" else ""
-        self._device_config = DeviceGroupConfig(self._timeout_s, listen)
+        self._device_config = DeviceGroupConfig(
+            self._timeout_s, self._form_devices, listen
+        )
 
     def _open_devices(self, group: Group) -> None:
         device = self._placement.device

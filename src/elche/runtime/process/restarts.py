@@ -28,9 +28,12 @@ AT_ONCE_S: Final = 60.0
 PROBE_S: Final = 60.0
 DEVICE_FILES: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of accelerators; without them no device can disappear."""
-_PROBE: Final = (
-    "import sys, torch; torch.ones(1, device=sys.argv[1]).add_(1).item()"  # a kernel
-)
+_PROBE: Final = """
+import sys, torch
+from elche.devices.choice import is_known
+if is_known(sys.argv[1]):  # else of an extension that only the script imports
+    torch.ones(1, device=sys.argv[1]).add_(1).item()  # a kernel
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +179,7 @@ def _without_gone(
     if result.failed_first is None or devices is None:
         return config
     gone = devices[result.failed_first]
-    if not gone.startswith("cuda") or _opens(gone):
+    if gone == "cpu" or _opens(gone):
         return config
     rest = tuple(name for name in devices if name != gone)
     say(f"{gone} cannot be opened any more: going on with {rest or 'none'}")

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
-import torch
 from torch import distributed as dist
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
@@ -28,6 +27,7 @@ from elche.coordination.protocol.instructions import (
     RankLeft,
     Regroup,
 )
+from elche.devices import streams
 from elche.errors import (
     CommunicationError,
     ConfigError,
@@ -104,7 +104,7 @@ class Worker:
         )
         self.is_due, self._has_default_group = False, not dist.is_available()
         self._aborted: ElcheError | None = None
-        self._events: deque[torch.cuda.Event] = deque()
+        self._events: deque[streams.Event] = deque()
 
     @property
     def group(self) -> Group:
@@ -237,12 +237,11 @@ class Worker:
         self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def pace_device(self) -> None:
-        """Keeps the host at most two batches ahead of a CUDA device."""
-        if self.placement.device.type != "cuda":
+        """Keeps the host at most two batches ahead of an accelerator."""
+        device = self.placement.device
+        if not streams.has_events(device):
             return
-        event = torch.cuda.Event()
-        event.record()
-        self._events.append(event)
+        self._events.append(streams.record_event(device))
         if len(self._events) > HOST_AHEAD_BATCHES:
             self._events.popleft().synchronize()
 

@@ -10,36 +10,36 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 
 from elche.coordination.accounts.exact_mean import WeightedMean
 from elche.coordination.protocol.messages import Scalars
+from elche.devices import streams
+from elche.devices.memory import widest_float
 from elche.errors import ConfigError
 
 MAX_NAME_CHARS = 200
 BUFFER_VALUES = 256
 _Entries = list[tuple[str, float]]
 """Name and weight of each value in a buffer."""
-_Place = tuple[torch.device, torch.cuda.Stream | None]
+_Place = tuple[torch.device, streams.Stream | None]
 
 
 class Readback:
-    """A copy of a device's values to the host; asynchronous on CUDA only.
+    """A copy of a device's values to the host; asynchronous if the device has streams.
 
     Args:
         values: tensor on the device; not to be changed from now on.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._host, self._event = values, None
-        if values.is_cuda:
-            shape, dtype = values.shape, values.dtype
-            self._host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        self._host, self._event = values, None  # read when they are asked for
+        device = values.device
+        if streams.has_streams(device):
+            self._host = streams.host_memory(values.shape, values.dtype, device)
             self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(values.device))
+            self._event = streams.record_event(device)
 
     def is_done(self) -> bool:
         """True if the copy is complete; does not wait."""
@@ -140,7 +140,7 @@ class ScalarLog:
     def _keep(self, name: str, value: torch.Tensor, weight: float) -> None:
         """Copies a value on its device: one kernel, enqueued."""
         device = value.device
-        stream = torch.cuda.current_stream(device) if value.is_cuda else None
+        stream = streams.current_stream(device) if streams.has_streams(device) else None
         if (device, stream) not in self._filling:
             self._filling[device, stream] = empty_buffer(device), []
         values, entries = self._filling[device, stream]
@@ -152,15 +152,14 @@ class ScalarLog:
     def _send(self, place: _Place) -> None:
         """Begins a buffer's copy, on the stream that has filled it."""
         (values, entries), stream = self._filling.pop(place), place[1]
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with streams.beside(stream):
             self._under_way.append((entries, Readback(values)))
 
 
 def empty_buffer(device: torch.device) -> torch.Tensor:
     """Buffer of doubles if the device has them; usable in any mode."""
-    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     with torch.inference_mode(False):
-        return torch.zeros(BUFFER_VALUES, dtype=dtype, device=device)
+        return torch.zeros(BUFFER_VALUES, dtype=widest_float(device), device=device)
 
 
 def _entries(

@@ -14,6 +14,8 @@ from elche.coordination.accounts.model_checks import (
     plan_slices,
 )
 from elche.coordination.protocol.messages import CheckRows
+from elche.devices.choice import product_name
+from elche.devices.memory import widest_float
 from elche.runtime.report.scalars import Readback
 
 SHOWN_NAMES = 3
@@ -77,12 +79,11 @@ class ModelSums:
         check, pieces = self._slices[turn % len(self._slices)]
         held = common or {}
         flat = torch.cat([_flat(held.get(id(t), t), a, b) for t, a, b in pieces])
-        has_doubles = flat.device.type in ("cpu", "cuda")
         bits = flat.view(_BITS[flat.element_size()])
         # A sign alone would change the product by half its range, and many cancel.
         bits = bits ^ (bits >> 15)
         bits = (bits * _odd(bits)).sum(dtype=torch.int64).view(1)
-        wide = flat.to(torch.float64 if has_doubles else torch.float32)
+        wide = flat.to(widest_float(flat.device))
         sums = torch.stack([wide.sum(), torch.dot(wide, wide)])
         begun = check._replace(at=at), Readback(bits), Readback(sums)
         self._begun.append(begun)
@@ -113,8 +114,8 @@ def checksum(model: nn.Module) -> str:
 
 def kind_of(device: torch.device) -> str:
     """The kind of a device; on CPUs large sums also depend on the number of threads."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return product_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{device.type} {capability}, {torch.get_num_threads()} threads"
 

@@ -13,13 +13,13 @@ from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.gradients.gradient_hooks import (
     GradientHooks,
     at_backward_end,
-    refuse_capture,
 )
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport.exchange import succeeded
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
+from elche.devices.streams import refuse_capture
 from elche.errors import CommunicationError, ConfigError, RankLostError
 from elche.runtime.sync.resume_sync import take_step
 from elche.runtime.windows.window_sync import WindowSync

@@ -36,11 +36,11 @@ from elche.comm.gradients.buckets.late_sums import LateSums
 from elche.comm.gradients.gradient_hooks import (
     GradientHooks,
     at_backward_end,
-    refuse_capture,
     refuse_gradient,
 )
 from elche.comm.gradients.part_weights import PartWeights
 from elche.comm.transport.process_group import Group
+from elche.devices.streams import refuse_capture
 from elche.errors import CommunicationError, RankLostError
 
 

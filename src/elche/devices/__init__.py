@@ -1,0 +1,1 @@
+"""Accelerators: the one room that knows their types and torch's functions for them."""

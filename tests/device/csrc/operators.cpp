@@ -84,63 +84,94 @@ int device_of_arguments(const c10::OperatorHandle& op, const Stack& arguments) {
   return found && found->has_index() ? found->index() : current_device();
 }
 
-// A number of Python's promotes no dtypes, and remains one when it is copied.
-at::Tensor as_number(at::Tensor copy, const at::Tensor& tensor) {
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
-    copy.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return copy;
-}
-
 at::Tensor on_meta(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  const at::Tensor meta = at::detail::empty_strided_meta(
+  if (!is_here(tensor)) return tensor; // numbers stay where torch can read them
+  return at::detail::empty_strided_meta(
       tensor.sizes(), tensor.strides(), tensor.scalar_type());
-  return as_number(meta, tensor);
 }
 
 // Results as meta tensors. Nothing where torch cannot tell their shapes without the
 // data, or where the call is wrong, which the call on the host then says.
-std::optional<Stack> shapes_of(const c10::OperatorHandle& op, Stack meta) {
+std::optional<Stack> shapes_of(const c10::OperatorHandle& op, const Stack& arguments) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
+  Stack shapes = with_tensors(arguments, c10::kMeta, on_meta);
   try {
-    op.callBoxedForDispatchKey(c10::DispatchKey::Meta, meta);
+    op.callBoxedForDispatchKey(c10::DispatchKey::Meta, shapes);
   } catch (const std::exception&) {
     return std::nullopt;
   }
-  return meta;
+  for (auto& each : shapes) {
+    if (each.isNone()) each = at::Tensor();
+    if (!each.isTensor()) return std::nullopt;
+  }
+  return shapes;
 }
 
-// The tensors that the call returns: an argument that it writes, or a new one.
-std::vector<at::Tensor> results_of(
-    const c10::FunctionSchema& schema,
-    const Stack& arguments,
-    const Stack& shapes,
-    int device) {
+// The argument that the call writes and returns as its result `r`; none if that is new.
+at::Tensor written_argument(
+    const c10::FunctionSchema& schema, const Stack& arguments, size_t r) {
+  const auto* alias = schema.returns()[r].alias_info();
+  if (!alias) return {};
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      alias->isWrite(), "test device: no view of this kind: ", schema.name());
+  for (size_t a = 0; a < arguments.size(); a++) {
+    const auto* written = schema.arguments()[a].alias_info();
+    if (written && *written == *alias) return arguments[a].toTensor();
+  }
+  return {};
+}
+
+// The tensors that the call returns, as yet without their values, or nothing where it
+// has to run on the host.
+std::optional<std::vector<at::Tensor>> results_of(
+    const c10::OperatorHandle& op, const Stack& arguments, int device) {
+  const size_t count = op.schema().returns().size();
   std::vector<at::Tensor> results;
-  for (size_t r = 0; r < shapes.size(); r++) {
-    const auto* alias = schema.returns()[r].alias_info();
-    const at::Tensor shape = shapes[r].toTensor();
-    at::Tensor result;
-    if (alias) {
-      for (size_t a = 0; a < arguments.size(); a++) {
-        const auto* written = schema.arguments()[a].alias_info();
-        if (written && written->isWrite() && *written == *alias)
-          result = arguments[a].toTensor();
-      }
-      if (result.sizes() != shape.sizes()) result.resize_(shape.sizes());
-    } else if (shape.defined()) {
-      result = at::empty_strided(
+  bool are_complete = true; // then torch has checked the shapes, or the kernel will
+  for (size_t r = 0; r < count; r++) {
+    results.push_back(written_argument(op.schema(), arguments, r));
+    are_complete &= results[r].defined() && results[r].numel() > 0;
+  }
+  if (are_complete) return results;
+  const auto shapes = shapes_of(op, arguments);
+  if (!shapes) return std::nullopt;
+  for (size_t r = 0; r < count; r++) {
+    const at::Tensor shape = (*shapes)[r].toTensor();
+    if (!shape.defined()) continue;
+    if (!results[r].defined())
+      results[r] = at::empty_strided(
           shape.sizes(), shape.strides(), shape.options().device(TYPE, device));
-    }
-    results.push_back(result);
+    else if (results[r].sizes() != shape.sizes())
+      results[r].resize_(shape.sizes());
   }
   return results;
 }
 
-bool returns_tensors_only(const Stack& shapes) {
-  for (const auto& each : shapes)
-    if (!each.isTensor()) return false;
-  return true;
+// Puts the generator that draws for the device's own one into the arguments; true if
+// the operator takes one.
+bool takes_generator(const c10::FunctionSchema& schema, Stack& arguments, int device) {
+  const auto optional = c10::OptionalType::create(c10::GeneratorType::get());
+  bool found = false;
+  for (size_t a = 0; a < arguments.size(); a++) {
+    if (!schema.arguments()[a].real_type()->isSubtypeOf(*optional)) continue;
+    found = true;
+    auto& value = arguments[a];
+    value = host_generator(
+        value.isGenerator() ? value.toGenerator() : default_generator(device));
+  }
+  return found;
+}
+
+// The arguments as the stream's thread takes them.
+Stack on_host(const Stack& arguments) {
+  return with_tensors(arguments, c10::kCPU, [](const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (is_here(tensor)) return host_view(tensor);
+    at::Tensor copy = tensor.clone(); // the caller may change it after the call
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+      copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return copy;
+  });
 }
 
 // Waits for the stream, and calls the CPU's kernel on copies of the arguments.
@@ -155,52 +186,36 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
 } // namespace
 
 void run(const c10::OperatorHandle& op, Stack* stack) {
-  const auto& schema = op.schema();
-  const size_t count = schema.arguments().size();
-  const Stack arguments(stack->end() - count, stack->end());
+  Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
   const int device = device_of_arguments(op, arguments);
   const c10::DeviceGuard guard(stream_of(device, 0).device());
-  bool is_random = false;
-  for (size_t a = 0; a < count; a++) {
-    const auto& type = *schema.arguments()[a].real_type();
-    if (!type.isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()))) continue;
-    is_random = true;
-    const auto& value = arguments[a];
-    (*stack)[stack->size() - count + a] = host_generator(
-        value.isGenerator() ? value.toGenerator() : default_generator(device));
-  }
-  for (const auto& each : schema.returns())
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !each.alias_info() || each.alias_info()->isWrite(),
-        "test device: no view of this kind: ", schema.name());
+  std::optional<std::vector<at::Tensor>> results;
   // The state of a generator changes when the call is made, on every device.
-  std::optional<Stack> shapes;
-  Stack meta = with_tensors(arguments, c10::kMeta, on_meta);
-  if (!is_random) shapes = shapes_of(op, meta);
-  if (!shapes || !returns_tensors_only(*shapes)) return run_on_host(op, stack);
-  auto results = results_of(schema, arguments, *shapes, device);
-
+  if (!takes_generator(op.schema(), arguments, device))
+    results = results_of(op, arguments, device);
+  if (!results) {
+    stack->insert(stack->end(), arguments.begin(), arguments.end());
+    return run_on_host(op, stack);
+  }
   int64_t elements = 0;
-  Stack host = with_tensors(arguments, c10::kCPU, [&](const at::Tensor& tensor) {
-    if (!tensor.defined()) return tensor;
-    elements += tensor.numel();
-    if (is_here(tensor)) return host_view(tensor);
-    return as_number(tensor.clone(), tensor); // which the caller may change after it
+  for_tensors(arguments, [&](const at::Tensor& each) {
+    if (each.defined()) elements += each.numel();
   });
   std::vector<at::Tensor> fresh; // where new results go
-  for (size_t r = 0; r < results.size(); r++) {
-    const bool is_new = results[r].defined() && !schema.returns()[r].alias_info();
-    fresh.push_back(is_new ? host_view(results[r]) : at::Tensor());
-    if (is_new) elements += results[r].numel();
+  for (size_t r = 0; r < results->size(); r++) {
+    const auto& result = (*results)[r];
+    const bool is_new = result.defined() && !op.schema().returns()[r].alias_info();
+    fresh.push_back(is_new ? host_view(result) : at::Tensor());
+    if (is_new) elements += result.numel();
+    stack->emplace_back(result);
   }
-  launch(current_stream(device), elements, [op, host, fresh]() mutable {
+  auto call = [op, host = on_host(arguments), fresh]() mutable {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     op.callBoxed(host);
     for (size_t r = 0; r < fresh.size(); r++)
       if (fresh[r].defined()) fresh[r].copy_(host[r].toTensor());
-  });
-  torch::jit::drop(*stack, count);
-  for (auto& each : results) stack->emplace_back(std::move(each));
+  };
+  launch(current_stream(device), elements, std::move(call));
 }
 
 std::map<std::string, int64_t> host_operator_counts() {

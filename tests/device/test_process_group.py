@@ -88,16 +88,16 @@ def results(kind: str) -> list[torch.Tensor]:
                 dist.all_reduce(each, how)
                 found.append(each)
         for how in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-            each = drawn.to(kind)
+            each = drawn.to(kind, copy=True)
             dist.all_reduce(each, how)
             found.append(each)
-        each = drawn.to(kind)
+        each = drawn.to(kind, copy=True)
         dist.broadcast(each, 1)
         parts = [torch.empty_like(each) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, drawn.to(kind))
         row = torch.empty(numel * dist.get_world_size(), device=kind)
         dist.all_gather_into_tensor(row, drawn.to(kind))
-        message = drawn.to(kind)
+        message = drawn.to(kind, copy=True)
         if dist.get_rank() == 0:
             dist.send(message, 1)
             dist.recv(message, 1)
@@ -109,23 +109,22 @@ def results(kind: str) -> list[torch.Tensor]:
     return [each.cpu() for each in found]
 
 
-def equals_gloo(delays: str) -> int:
+def differ_from_gloo(delays: str) -> list[int]:
     with torch_group():
         expected = results("cpu")
         test_device.set_delays(delays, 300, seed=1 + this_place().rank)
         found = results(test_device.NAME)
-        average = here(7, value=this_place().rank)
+        average = here(7, value=float(dist.get_rank()))
         dist.all_reduce(average, dist.ReduceOp.AVG)
         dist.barrier()
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
         assert average.tolist() == [0.5] * 7
-        return len(found)
+        pairs = enumerate(zip(found, expected, strict=True))
+        return [place for place, (a, b) in pairs if not torch.equal(a, b)]
 
 
 @pytest.mark.parametrize("delays", ["none", "random"])
 def test_results_equal_gloo_s_bit_for_bit(ranks2: RankPool, delays: str) -> None:
-    assert ranks2.run(equals_gloo, delays, case_setup=meeting) == [45] * 2
+    assert ranks2.run(differ_from_gloo, delays, case_setup=meeting) == [[], []]
 
 
 def host_does_not_wait() -> list[float]:
@@ -275,7 +274,7 @@ def test_a_late_collective_ends_the_process_as_under_nccl(ranks2: RankPool) -> N
     )  # fmt: skip
     assert one.error is not None
     assert one.error.way == "died"
-    assert signal.Signals.SIGABRT.name in one.error.text
+    assert one.error.text == f"exit code {-signal.SIGABRT}"
     assert "tdccl timed out: ALLREDUCE 1 of 40 bytes" in one.error.log
 
 

@@ -1,8 +1,9 @@
 """An accelerator made of threads, for machines that have none.
 
-`register()` makes the device `tdev` known to torch: the device type of `torch.accelerator`
-with streams, events, pinned memory and an allocator of its own. Scripts of child
-processes call it before they use the device; the environment configures it:
+`register()` makes the device `tdev` known to torch: the type of `torch.accelerator`, with
+streams, events, pinned memory and an allocator of its own. A child process with
+`AUTOLOAD` in its PYTHONPATH has it as soon as it has imported torch, as with any device
+outside torch's own sources; its environment configures it:
 
 | variable | example | meaning |
 |---|---|---|
@@ -21,6 +22,7 @@ import atexit
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from torch import distributed as dist
 NAME = "tdev"
 BACKEND = "tdccl"
 """The process group of the device, with NCCL's contract."""
+AUTOLOAD = str(Path(__file__).parent / "autoload")
+"""Folder that names `register` as an entry point of torch."""
 DELAYS = {
     "none": (0, 0),
     "copies late": (0, 1),
@@ -81,7 +85,7 @@ def configure(variables: Mapping[str, str]) -> None:
 
 
 def set_speed(device: int, kernel_us: float, element_ns: float = 0.0) -> None:
-    """Sets the time of a kernel (µs) and of each element that it reads or makes (ns)."""
+    """Sets the time of a kernel (µs) and of each element in it (ns)."""
     extension().set_speed(device, kernel_us, element_ns)
 
 
@@ -100,7 +104,7 @@ def set_delays(pattern: str, longest_us: int = 0, seed: int = 0) -> None:
 
 @contextmanager
 def delays(pattern: str, longest_us: int = 0, seed: int = 0) -> Iterator[None]:
-    """Delays kernels inside the block, and waits for them at its end."""
+    """Delays kernels of the block and waits for them at its end."""
     set_delays(pattern, longest_us, seed)
     try:
         yield
@@ -108,6 +112,17 @@ def delays(pattern: str, longest_us: int = 0, seed: int = 0) -> Iterator[None]:
             torch.accelerator.synchronize(device)
     finally:
         set_delays("none")
+
+
+@contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """Holds a stream (the current one) for the block: later tasks of it wait."""
+    stream = stream or torch.accelerator.current_stream()
+    release = extension().hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        release()
 
 
 def kernel_count() -> int:

@@ -1,7 +1,8 @@
-"""Builds the test device's C++ once per version of torch, and again what has changed.
+"""Builds the test device's C++ for the installed torch, and again what has changed.
 
-The product lies in `build/test_device/` of the checkout. Processes that need it at the
-same time wait for the one that builds; a build that was killed is repeated.
+Objects and the module are named by the hash of what they are made from and lie in
+`build/test_device/` of the checkout. Processes that need the module at the same time
+wait for the one that builds it. `python -m tests.device.build` only builds.
 """
 
 from __future__ import annotations
@@ -10,61 +11,93 @@ import fcntl
 import hashlib
 import os
 import shutil
-import sys
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.cpp_extension import include_paths, library_paths
 
 NAME = "elche_test_device"
 SOURCES = Path(__file__).parent / "csrc"
 BUILDS = Path(__file__).parents[2] / "build" / "test_device"
-FLAGS = ["-O1", "-g0", "-Wall"]
+COMPILER = os.environ.get("CXX", "c++")
+INCLUDES = [*include_paths(), sysconfig.get_paths()["include"]]
+COMPILE = [
+    *[COMPILER, "-c", "-std=c++20", "-O1", "-Wall", "-fPIC"],
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+    f"-DTORCH_EXTENSION_NAME={NAME}",
+    *(part for each in INCLUDES for part in ("-isystem", each)),
+]
+LINK = [
+    *[COMPILER, "-shared", "-Wl,--no-as-needed"],
+    *(f"-L{each}" for each in library_paths()),
+    *(f"-Wl,-rpath,{each}" for each in library_paths()),
+    *["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"],
+]
 
 
-def missing_tool() -> str | None:
-    """Name of the first tool that a build needs and the machine lacks."""
-    compiler = os.environ.get("CXX", "c++")
-    return next((tool for tool in (compiler, "ninja") if not shutil.which(tool)), None)
+def missing_compiler() -> str | None:
+    """Name of the compiler where this machine lacks it."""
+    return None if shutil.which(COMPILER) else COMPILER
 
 
 def load_extension() -> Any:
-    """The extension module, built if this checkout has none of these sources."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    place = BUILDS / f"torch{torch.__version__}-python{python}"
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "building").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its process, unlike torch's lock
-        built = place / "sources"
-        if not built.exists() or built.read_text() != _digest():
-            built.unlink(missing_ok=True)
-            module = _build(place)
-            built.write_text(_digest())
-            return module
-    return _imported(place / f"{NAME}.so")
-
-
-def _digest() -> str:
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for each in sorted(SOURCES.iterdir()):
-        digest.update(each.name.encode() + each.read_bytes())
-    return digest.hexdigest()
-
-
-def _imported(product: Path) -> Any:
-    spec = spec_from_file_location(NAME, product)
-    assert spec is not None and spec.loader is not None
+    """The extension module, built if there is none of these sources."""
+    spec = spec_from_file_location(NAME, built())
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _build(place: Path) -> Any:
-    from torch.utils import cpp_extension
+def built() -> Path:
+    """Path of the extension module; compiles what is missing of it."""
+    BUILDS.mkdir(parents=True, exist_ok=True)
+    with (BUILDS / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        headers = [each.read_bytes() for each in sorted(SOURCES.glob("*.h"))]
+        objects = {
+            BUILDS / f"{each.stem}-{_digest(each.read_bytes(), *headers)}.o": each
+            for each in sorted(SOURCES.glob("*.cpp"))
+        }
+        parts = [*LINK, *(each.name for each in objects)]
+        product = BUILDS / f"{NAME}-{_digest(*parts)}.so"
+        if not product.exists():
+            with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
+                missing = [each for each in objects.items() if not each[0].exists()]
+                list(pool.map(lambda each: _run(COMPILE, each[0], each[1]), missing))
+            _run(LINK, product, *objects)
+            for old in {*BUILDS.glob("*.o"), *BUILDS.glob("*.so")}:
+                if old not in objects and old != product:
+                    old.unlink()
+    return product
 
-    (place / "lock").unlink(missing_ok=True)  # of a build that was killed
-    sources = [str(each) for each in sorted(SOURCES.glob("*.cpp"))]
-    return cpp_extension.load(
-        NAME, sources, extra_cflags=FLAGS, build_directory=str(place)
+
+def _digest(*parts: bytes | str) -> str:
+    """Hash of the parts, of torch's version and of how sources are compiled."""
+    digest = hashlib.sha256(" ".join([torch.__version__, *COMPILE]).encode())
+    for each in parts:
+        digest.update(each.encode() if isinstance(each, str) else each)
+    return digest.hexdigest()[:16]
+
+
+def _run(command: list[str], product: Path, *sources: Path) -> None:
+    """Runs the command; its product exists only when it is complete."""
+    partial = product.with_suffix(".partial")
+    done = subprocess.run(
+        [*command, "-o", str(partial), *map(str, sources)],
+        capture_output=True,
+        text=True,
     )
+    if done.returncode != 0:
+        raise RuntimeError(f"{product.name} could not be built:\n{done.stderr}")
+    partial.replace(product)
+
+
+if __name__ == "__main__":
+    print(built())

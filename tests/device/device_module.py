@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ def make(extension: Any) -> types.ModuleType:
         for each in range(extension.device_count()):
             extension.default_generator(each).manual_seed(seed)
 
+    @contextmanager
+    def device(device: torch.device | str | int | None) -> Iterator[None]:
+        previous = extension.set_device(index(device))
+        try:
+            yield
+        finally:
+            extension.set_device(previous)
+
     def synchronize(device: torch.device | str | int | None = None) -> None:
         torch.accelerator.synchronize(index(device))
 
@@ -61,6 +70,7 @@ def make(extension: Any) -> types.ModuleType:
         "Event": torch.Event,
     }
     functions = [
+        device,
         get_rng_state,
         set_rng_state,
         get_rng_state_all,

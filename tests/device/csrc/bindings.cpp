@@ -8,6 +8,8 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <future>
+
 namespace test_device {
 namespace {
 
@@ -33,6 +35,15 @@ void set_device_count(int count) {
   settings().device_count = count;
 }
 
+// Appends a task that waits until the function that this returns is called.
+pybind11::object hold(int device, int64_t stream) {
+  auto released = std::make_shared<std::promise<void>>();
+  enqueue(stream_of(device, stream), [held = released->get_future().share()] {
+    held.wait();
+  });
+  return pybind11::cpp_function([released] { released->set_value(); });
+}
+
 pybind11::object generator(int device) {
   return pybind11::reinterpret_steal<pybind11::object>(
       THPGenerator_Wrap(default_generator(device)));
@@ -54,6 +65,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "make_process_group", make_process_group,
       pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("hold", hold);
   m.def("stop", stop, pybind11::call_guard<pybind11::gil_scoped_release>());
 }
 

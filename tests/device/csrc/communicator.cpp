@@ -2,7 +2,6 @@
 #include "communicator.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -27,14 +26,8 @@ struct Communicator::Seat {
   std::atomic<int64_t> posted; // chunks that this rank has put into its slot
   std::atomic<int64_t> taken; // chunks for which it needs nobody's slot any more
   std::atomic<bool> is_held;
-  Call call;
+  char call[96];
 };
-
-std::string Call::text() const {
-  return c10::str(
-      c10d::opTypeToString(static_cast<c10d::OpType>(kind)), " ", number, " of ",
-      bytes, " bytes (dtype ", dtype, ", reduction ", reduction, ", root ", root, ")");
-}
 
 Communicator::Communicator(
     c10d::Store& store, std::string name_, std::vector<int> ranks_, int rank)
@@ -90,7 +83,7 @@ bool Communicator::await(
 }
 
 bool Communicator::exchange(
-    const Call& call, const char* mine, const Take& take,
+    const std::string& call, int64_t bytes, const char* mine, const Take& take,
     const std::atomic<bool>& is_stopped) {
   Seat& own = seat(place_);
   Slots slots;
@@ -98,24 +91,24 @@ bool Communicator::exchange(
     slots.push_back(memory_ + HEAD_BYTES + place * CHUNK_BYTES);
   int64_t offset = 0;
   do {
-    const int64_t bytes = std::min(CHUNK_BYTES, call.bytes - offset);
+    const int64_t part = std::min(CHUNK_BYTES, bytes - offset);
     const int64_t round = own.posted + 1;
     if (!await(is_stopped, &Seat::taken, round - 1)) return false;
-    if (mine != nullptr) memcpy(slots[place_], mine + offset, bytes);
-    own.call = call;
+    if (mine != nullptr) memcpy(slots[place_], mine + offset, part);
+    call.copy(own.call, sizeof(own.call) - 1);
     advance(own.posted);
     if (!await(is_stopped, &Seat::posted, round)) return false;
     for (size_t place = 0; place < ranks.size(); ++place) {
-      const std::string ours = call.text(), other = seat(place).call.text();
-      if (ours != other)
+      const std::string other = seat(place).call;
+      if (other != own.call)
         throw std::runtime_error(c10::str(
-            name, " got different collectives: rank ", ranks[place_], " called ", ours,
+            name, " got different collectives: rank ", ranks[place_], " called ", call,
             ", rank ", ranks[place], " ", other));
     }
-    take(slots, offset, bytes);
+    take(slots, offset, part);
     advance(own.taken);
-    offset += bytes;
-  } while (offset < call.bytes);
+    offset += part;
+  } while (offset < bytes);
   return true;
 }
 

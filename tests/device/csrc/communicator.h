@@ -11,18 +11,6 @@
 
 namespace test_device {
 
-// What all ranks of a collective must agree on. NCCL does not compare it, and hangs or
-// returns nonsense; here the ranks fail with both calls in the message.
-struct Call {
-  std::string text() const;
-  int32_t kind = 0; // c10d::OpType
-  int32_t dtype = 0;
-  int32_t reduction = 0; // c10d::ReduceOp::RedOpType
-  int32_t root = 0; // place of the only sender
-  int64_t bytes = 0;
-  int64_t number = 0; // of the communicator's calls
-};
-
 // The ranks' shared memory is anonymous (memfd), found through /proc and holds atomics
 // but no locks: nothing remains of it and nobody is locked out, however a rank ends.
 class Communicator {
@@ -37,9 +25,10 @@ class Communicator {
   Communicator& operator=(const Communicator&) = delete;
 
   // Runs a collective in the calling thread, chunk by chunk; false if stopped.
-  // Raises std::runtime_error where ranks do not make the same call.
+  // Where the ranks' calls differ, NCCL hangs or returns nonsense; this raises
+  // std::runtime_error.
   bool exchange(
-      const Call& call, const char* mine, const Take& take,
+      const std::string& call, int64_t bytes, const char* mine, const Take& take,
       const std::atomic<bool>& is_stopped);
   // Shows others that this rank waits for its device.
   void set_held(bool is_held);

@@ -77,8 +77,10 @@ c10::Stream current_stream(int device);
 c10::Stream exchange_stream(const c10::Stream& stream);
 
 int64_t kernel_count();
-// True in a child forked after a stream had started: its streams have no threads.
+// True in a child of a process that had used the device: its streams have no threads.
 bool is_in_bad_fork();
+// Notes that this process uses the device, or raises in such a child.
+void use_in_this_process();
 // The process exits: no further task is started.
 void stop();
 

@@ -86,6 +86,7 @@ class Allocator final : public c10::DeviceAllocator {
     const int device = current_device();
     const c10::Device where(TYPE, static_cast<c10::DeviceIndex>(device));
     if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, where};
+    use_in_this_process();
     const Block block{
         (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES,
         device,

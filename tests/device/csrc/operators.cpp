@@ -212,8 +212,15 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   auto call = [op, host = on_host(arguments), fresh]() mutable {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     op.callBoxed(host);
-    for (size_t r = 0; r < fresh.size(); r++)
-      if (fresh[r].defined()) fresh[r].copy_(host[r].toTensor());
+    for (size_t r = 0; r < fresh.size(); r++) {
+      if (!fresh[r].defined()) continue;
+      const at::Tensor made = host[r].toTensor();
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          made.sizes() == fresh[r].sizes(),
+          "test device: the CPU's ", op.schema().name(), " returned the shape ",
+          made.sizes(), ", an accelerator's returns ", fresh[r].sizes());
+      fresh[r].copy_(made);
+    }
   };
   launch(current_stream(device), elements, std::move(call));
 }

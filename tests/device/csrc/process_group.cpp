@@ -96,7 +96,8 @@ struct State {
 };
 
 void run(
-    Job& job, const Call& call, const char* mine, const Take& take, State& state) {
+    Job& job, const std::string& call, int64_t bytes, const char* mine,
+    const Take& take, State& state) {
   auto& turns = turns_of(job.stream.device_index(), state.most_at_a_time);
   job.waits_for = ": another collective runs on its device";
   job.communicator->set_held(true);
@@ -105,7 +106,8 @@ void run(
   job.communicator->set_held(false);
   job.waits_for = "";
   try {
-    if (has_turn && job.communicator->exchange(call, mine, take, state.is_aborted))
+    if (has_turn && job.communicator->exchange(
+                        call, bytes, mine, take, state.is_aborted))
       job.finish();
     else
       job.finish("aborted: " + job.state());
@@ -219,14 +221,6 @@ class ProcessGroup final : public c10d::Backend {
 
   // Pending collectives end with an error.
   void abort() override { state_->is_aborted = true; }
-  // Waits for pending collectives; the watchdog ends late ones.
-  void shutdown() override {
-    std::unique_lock<std::mutex> lock(state_->mutex);
-    const auto pending = state_->pending;
-    lock.unlock();
-    for (const auto& job : pending) job->wait_until(Clock::time_point::max());
-    abort();
-  }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     const ReduceOp::RedOpType how = options.reduceOp;
@@ -237,14 +231,14 @@ class ProcessGroup final : public c10d::Backend {
       reduce_slots(how, dtype, slots, into + offset, bytes);
     };
     return begin(
-        OpType::ALLREDUCE, tensors, tensors[0], {.reduction = how}, take,
+        OpType::ALLREDUCE, tensors, tensors[0], c10::str("reduction ", int(how)), take,
         options.timeout);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const auto root = static_cast<int>(options.rootRank);
     return begin(
-        OpType::BROADCAST, tensors, tensors.at(0), {.root = root},
+        OpType::BROADCAST, tensors, tensors.at(0), c10::str("from ", root),
         copy_from(root, tensors[0]), options.timeout);
   }
 
@@ -260,7 +254,7 @@ class ProcessGroup final : public c10d::Backend {
       for (size_t place = 0; place < slots.size(); ++place)
         memcpy(into[place] + offset, slots[place], bytes);
     };
-    return begin(OpType::ALLGATHER, outputs[0], inputs[0], {}, take, options.timeout);
+    return begin(OpType::ALLGATHER, outputs[0], inputs[0], "", take, options.timeout);
   }
 
   WorkPtr _allgather_base(
@@ -274,7 +268,7 @@ class ProcessGroup final : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     Tensors one{at::zeros(1, at::Device(TYPE, current_device()))};
     auto nothing = [](const Slots&, int64_t, int64_t) {};
-    return begin(OpType::BARRIER, one, one[0], {}, nothing, options.timeout);
+    return begin(OpType::BARRIER, one, one[0], "", nothing, options.timeout);
   }
 
   // Two ranks have a communicator for their messages, one for both directions.
@@ -301,7 +295,7 @@ class ProcessGroup final : public c10d::Backend {
 
   WorkPtr message(Tensors& tensors, int other, int root) {
     return begin(
-        OpType::SEND, tensors, tensors.at(0), {.root = root},
+        OpType::SEND, tensors, tensors.at(0), c10::str("from ", root),
         copy_from(root, tensors[0]), c10d::kUnsetTimeout,
         {std::min(getRank(), other), std::max(getRank(), other)});
   }
@@ -321,7 +315,8 @@ class ProcessGroup final : public c10d::Backend {
   }
 
   WorkPtr begin(
-      OpType kind, const Tensors& outputs, const at::Tensor& input, Call call,
+      OpType kind, const Tensors& outputs, const at::Tensor& input,
+      const std::string& detail,
       const Take& take, Milliseconds timeout, const std::vector<int>& ranks = {}) {
     const int device = input.device().index();
     std::unique_lock<std::mutex> lock(calls_);
@@ -335,21 +330,21 @@ class ProcessGroup final : public c10d::Backend {
         TORCH_CHECK(each.is_non_overlapping_and_dense(), NAME, " needs dense tensors");
         device_allocator()->recordStream(each.storage().data_ptr(), line.stream);
       }
-    call.kind = static_cast<int>(kind);
-    call.dtype = static_cast<int>(input.scalar_type());
-    call.bytes = static_cast<int64_t>(input.nbytes());
-    call.number = line.calls++;
+    const auto bytes = static_cast<int64_t>(input.nbytes());
+    const std::string call = c10::str(
+        c10d::opTypeToString(kind), " ", line.calls++, " of ", bytes, " bytes (",
+        input.scalar_type(), " ", detail, ")");
     const bool has_timeout = timeout != c10d::kUnsetTimeout;
     const auto job = std::make_shared<Job>(
-        c10::str(call.text(), " by ", line.communicator->name), line.stream,
+        c10::str(call, " by ", line.communicator->name), line.stream,
         has_timeout ? timeout : options_->timeout, line.communicator);
     {
       std::lock_guard<std::mutex> pending(state_->mutex);
       state_->pending.push_back(job);
     }
     const char* mine = memory_of(input);
-    launch(line.stream, input.numel(), [job, call, take, mine, state = state_] {
-      run(*job, call, mine, take, *state);
+    launch(line.stream, input.numel(), [job, call, bytes, take, mine, state = state_] {
+      run(*job, call, bytes, mine, take, *state);
     });
     return c10::make_intrusive<Work>(getRank(), kind, job, state_, outputs);
   }

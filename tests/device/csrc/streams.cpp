@@ -16,7 +16,7 @@ namespace {
 using Microseconds = std::chrono::duration<double, std::micro>;
 constexpr int64_t NO_KERNEL = -1;
 
-std::atomic<bool> is_stopping{false}, has_threads{false}, is_forked{false};
+std::atomic<bool> is_stopping{false}, is_used{false}, is_forked{false};
 std::atomic<int64_t> kernels{0};
 
 // The first exception of each device's kernels since its last synchronisation.
@@ -52,11 +52,10 @@ class Worker {
   Worker(int device, int id) : device_(device), id_(id) {}
 
   void put(int64_t elements, Task run) {
-    TORCH_CHECK(
-        !is_forked, "test device: cannot be used in a forked process, use spawn");
+    use_in_this_process();
     std::lock_guard<std::mutex> lock(mutex_);
     if (!is_started_) {
-      is_started_ = has_threads = true;
+      is_started_ = true;
       std::thread([this] { serve(); }).detach();
     }
     queue_.push_back({elements, std::move(run)});
@@ -146,7 +145,6 @@ class Worker {
 
 Worker& worker(int device, int64_t id) {
   static auto* all = [] {
-    pthread_atfork(nullptr, nullptr, [] { is_forked = has_threads.load(); });
     auto* made = new std::array<std::array<Worker*, STREAMS>, MAX_DEVICES>;
     for (int d = 0; d < MAX_DEVICES; d++)
       for (int s = 0; s < STREAMS; s++) (*made)[d][s] = new Worker(d, s);
@@ -257,6 +255,13 @@ int64_t kernel_count() {
 
 bool is_in_bad_fork() {
   return is_forked;
+}
+
+void use_in_this_process() {
+  TORCH_CHECK(
+      !is_forked, "test device: cannot be used in a forked process, use spawn");
+  if (!is_used.exchange(true))
+    pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
 }
 
 void stop() {

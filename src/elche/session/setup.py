@@ -148,7 +148,7 @@ def _place(
     of_batch = asked.weight_of
     weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
     choice.use(placement.device)
-    model.to(placement.device)
+    move_model(model, placement.device)
     if placement.emulation is not None:
         process.emulation = emulate(model, placement.emulation)
     world_size, seed = placement.world_size, asked.config.seed
@@ -165,6 +165,38 @@ def _place(
         pauses=process.checkpoints,
         delayed=asked.delayed,
     )
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Moves a model, whose parameters stay the objects that its optimizer holds.
+
+    Where `Module.to` would make new ones (types of devices that extensions add, XLA,
+    or a switch of `torch.__future__`), contents are swapped instead.
+
+    Raises:
+        ConfigError: a parameter became another object.
+    """
+    before = dict(model.named_parameters(remove_duplicate=False))
+    probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
+    kept, swaps = probe[0], torch.__future__.get_swap_module_params_on_conversion()
+    needs_swaps, error = probe.to(device)[0] is not kept, None
+    torch.__future__.set_swap_module_params_on_conversion(swaps or needs_swaps)
+    try:
+        model.to(device)
+    except RuntimeError as failed:
+        if not needs_swaps or "swap" not in str(failed):
+            raise
+        error = failed  # as where something holds a weak reference to a parameter
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    others = [name for name in after if before.get(name) is not after[name]]
+    if error is not None or others:
+        raise ConfigError(
+            f"moving the model to {device} would make other objects of its parameters "
+            f"({', '.join(others[:3]) or error}), which the optimizer does not hold; "
+            "call model.to(elche.device()) before you build the optimizer"
+        ) from error
 
 
 def _begin_alone(

@@ -29,9 +29,9 @@ STAYS = [{"TEST_DEVICE_ENDS_LATE": "0"}] * 2
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """Builds the device before ranks with deadlines need it."""
-    if tool := build.missing_tool():
+    if tool := build.missing_compiler():
         pytest.skip(f"the test device needs {tool} to be built")
-    build.load_extension()
+    build.built()
 
 
 @contextmanager

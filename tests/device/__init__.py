@@ -12,6 +12,8 @@ configures it:
 | `TEST_DEVICE_ELEMENT_NS` | `0:1,1:4` | and of each element in it (ns) |
 | `TEST_DEVICE_MEMORY_MB` | `1:64` | memory per device, 1024 where not given |
 | `TEST_DEVICE_DELAYS` | `copies late:3000:7` | pattern, longest delay (µs), seed |
+| `TEST_DEVICE_COLLECTIVES` | `2` | collectives that a device runs at a time, else one |
+| `TEST_DEVICE_ENDS_LATE` | `0` | a late collective aborts its group, not the process |
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 NAME = "tdev"
+BACKEND = "tdccl"
+"""The process group of the device, with NCCL's contract."""
 AUTOLOAD = str(Path(__file__).parent / "autoload")
 """Folder that names `register` as an entry point of torch."""
 DELAYS = {
@@ -49,6 +54,9 @@ def register() -> torch.device:
         _extension = build.load_extension()
         torch._register_device_module(NAME, device_module.make(_extension))
         torch.utils.generate_methods_for_privateuse1_backend()
+        dist.Backend.register_backend(
+            BACKEND, _extension.make_process_group, devices=[NAME]
+        )
         atexit.register(_extension.stop)
         configure(os.environ)
     return torch.device(NAME, 0)

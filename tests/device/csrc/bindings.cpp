@@ -1,9 +1,12 @@
 // What Python calls.
 #include "operators.h"
+#include "process_group.h"
 
+#include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Generator.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <future>
 
@@ -59,6 +62,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_in_bad_fork", is_in_bad_fork);
   m.def("kernel_count", kernel_count);
   m.def("host_operator_counts", host_operator_counts);
+  m.def(
+      "make_process_group", make_process_group,
+      pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("hold", hold);
   m.def("stop", stop, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

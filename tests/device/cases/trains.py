@@ -1,0 +1,56 @@
+"""Trains a small model on this rank's device, for launchers: policy, folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
+from elche.runtime.run import Run
+from elche.session.process import current_run
+from tests import device as test_device
+
+SAMPLES, BATCH, EPOCHS = 512, 32, 3
+
+
+def main(policy: str, folder: str) -> None:
+    test_device.register()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    inputs = torch.randn(SAMPLES, 8)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    model, optimizer, batches = elche.setup(
+        model, optimizer, loader, policy=policy, epochs=EPOCHS
+    )
+    samples = 0
+    for _ in range(EPOCHS):
+        for x, y in batches:
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            samples += len(x)
+    run = current_run()
+    transport = run.worker.group.transport if isinstance(run, Run) else "none"
+    with torch.no_grad():
+        loss = (model.cpu()(inputs) - data[:][1]).square().mean()
+    found = {
+        "transport": transport,
+        "samples": samples,
+        "loss": loss.item(),
+        "parameters": [
+            each.detach().cpu().flatten().tolist() for each in model.parameters()
+        ],
+    }
+    Path(folder, f"rank{elche.rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

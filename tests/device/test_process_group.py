@@ -1,0 +1,371 @@
+"""The test device's process group: gloo's results, and NCCL's contract."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests import device as test_device
+from tests.device import build
+from tests.comm.joined import STORE, meeting
+from tests.harness.rank_main import this_place
+from tests.harness.rank_pool import RankPool
+
+WAIT_S = 120.0
+LATE_S = 1.0
+"""Deadline of collectives to which a rank does not come."""
+STAYS = [{"TEST_DEVICE_ENDS_LATE": "0"}] * 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Builds the device before ranks with deadlines need it."""
+    if tool := build.missing_compiler():
+        pytest.skip(f"the test device needs {tool} to be built")
+    build.built()
+
+
+@contextmanager
+def torch_group(timeout_s: float = WAIT_S) -> Iterator[dist.FileStore]:
+    """Torch's default group on this rank: gloo, and the device's own backend."""
+    place = this_place()
+    test_device.register()
+    torch.accelerator.set_device_index(place.rank)
+    path = os.path.join(os.environ[STORE], "store")
+    store = dist.FileStore(path, place.world_size)
+    dist.init_process_group(
+        f"cpu:gloo,{test_device.NAME}:{test_device.BACKEND}",
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    store.set_timeout(timedelta(seconds=WAIT_S))
+    try:
+        yield store
+    finally:
+        test_device.set_delays("none")
+        own_backend().abort()
+        dist.destroy_process_group()
+
+
+def own_backend() -> Any:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD._get_backend(torch.device(test_device.NAME))
+
+
+def begin(tensor: torch.Tensor, **options: Any) -> dist.Work:
+    work = dist.all_reduce(tensor, async_op=True, **options)
+    assert work is not None
+    return work
+
+
+def here(*size: int, value: float = 1.0) -> torch.Tensor:
+    """A tensor on this rank's device, computed already."""
+    made = torch.full(size, value, device=test_device.NAME)
+    torch.accelerator.synchronize()
+    return made
+
+
+def results(kind: str) -> list[torch.Tensor]:
+    """What collectives of tensors drawn per rank return, on a kind of device."""
+    generator = torch.Generator().manual_seed(this_place().rank)
+    found = []
+    for numel in (1, 1000, 100_003):  # a chunk has 32,768 floats
+        drawn = torch.randn(numel, generator=generator)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+            for how in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+                each = (3 * drawn).to(dtype).to(kind)
+                dist.all_reduce(each, how)
+                found.append(each)
+        for how in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            each = drawn.to(kind, copy=True)
+            dist.all_reduce(each, how)
+            found.append(each)
+        each = drawn.to(kind, copy=True)
+        dist.broadcast(each, 1)
+        parts = [torch.empty_like(each) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, drawn.to(kind))
+        row = torch.empty(numel * dist.get_world_size(), device=kind)
+        dist.all_gather_into_tensor(row, drawn.to(kind))
+        message = drawn.to(kind, copy=True)
+        if dist.get_rank() == 0:
+            dist.send(message, 1)
+            dist.recv(message, 1)
+        else:
+            kept = message.clone()
+            dist.recv(message, 0)
+            dist.send(kept, 0)
+        found += [each, *parts, row, message]
+    return [each.cpu() for each in found]
+
+
+def differ_from_gloo(delays: str) -> list[int]:
+    with torch_group():
+        expected = results("cpu")
+        test_device.set_delays(delays, 300, seed=1 + this_place().rank)
+        found = results(test_device.NAME)
+        average = here(7, value=float(dist.get_rank()))
+        dist.all_reduce(average, dist.ReduceOp.AVG)
+        dist.barrier()
+        assert average.tolist() == [0.5] * 7
+        pairs = enumerate(zip(found, expected, strict=True))
+        return [place for place, (a, b) in pairs if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize("delays", ["none", "random"])
+def test_results_equal_gloo_s_bit_for_bit(ranks2: RankPool, delays: str) -> None:
+    assert ranks2.run(differ_from_gloo, delays, case_setup=meeting) == [[], []]
+
+
+def host_does_not_wait() -> list[float]:
+    """Rank 1 comes only after rank 0's host has passed the collective and its wait."""
+    with torch_group() as store:
+        summed = here(100_000)
+        dist.all_reduce(here(1))  # makes the communicator, which blocks
+        if dist.get_rank() == 1:
+            store.get("passed")
+        work = begin(summed)
+        before = summed[:1].clone()  # nothing orders it behind the sum
+        if dist.get_rank() == 0:
+            assert not work.is_completed()
+            stale = before.item()
+        work.wait()
+        after = summed[-1:].clone()
+        if dist.get_rank() == 1:
+            return [after.item()]
+        assert not work.is_completed()
+        store.set("passed", "")
+        return [stale, after.item()]
+
+
+def test_the_host_returns_at_once_and_only_wait_orders(ranks2: RankPool) -> None:
+    found = ranks2.run(host_does_not_wait, case_setup=meeting)
+    assert found == [[1.0, 2.0], [2.0]]
+
+
+def sums_late_tensors() -> float:
+    with torch_group():
+        test_device.set_delays("compute late", 30_000)
+        late = torch.full((100,), 3.0, device=test_device.NAME)
+        work = begin(late)
+        work.wait()
+        return late.sum().item()
+
+
+def test_a_collective_waits_for_the_current_stream(ranks2: RankPool) -> None:
+    assert ranks2.run(sums_late_tensors, case_setup=meeting) == [600.0] * 2
+
+
+def frees_its_tensor() -> float:
+    """Rank 0 drops its tensor while the sum waits for rank 1."""
+    with torch_group() as store:
+        summed = here(1000)
+        dist.all_reduce(here(1))
+        if dist.get_rank() == 1:
+            store.get("dropped")
+            dist.all_reduce(summed)
+            return summed.sum().item()
+        work = begin(summed)
+        del summed
+        others = [torch.zeros(1000, device=test_device.NAME) for _ in range(4)]
+        others[-1].cpu()  # a freed block would be poisoned by now
+        store.set("dropped", "")
+        work.wait(timedelta(seconds=WAIT_S))
+        return 0.0
+
+
+def test_tensors_live_until_their_collective_has_ended(ranks2: RankPool) -> None:
+    assert ranks2.run(frees_its_tensor, case_setup=meeting) == [0.0, 2000.0]
+
+
+def holds_the_gil() -> float:
+    """Rank 0 keeps the GIL until rank 1 has the sum."""
+    place, pipe = this_place(), os.path.join(os.environ[STORE], "pipe")
+    if place.rank == 0:
+        os.mkfifo(pipe)
+    with torch_group() as store:
+        summed = here(100_000)
+        dist.all_reduce(here(1))
+        store.set(f"ready {place.rank}", "")
+        store.get(f"ready {1 - place.rank}")
+        with open(pipe, "r+b", buffering=0) as link:
+            work = begin(summed)
+            if place.rank == 0:  # PyDLL does not release it
+                byte = ctypes.create_string_buffer(1)
+                assert ctypes.PyDLL(None).read(link.fileno(), byte, 1) == 1
+            else:
+                work.wait(timedelta(seconds=WAIT_S))
+                link.write(b"1")
+            work.wait()
+        return summed[-1].item()
+
+
+def test_a_collective_needs_no_gil(ranks2: RankPool) -> None:
+    found = ranks2.run(holds_the_gil, case_setup=meeting, timeout_s=WAIT_S)
+    assert found == [2.0, 2.0]
+
+
+def ends_alone(end: Callable[[dist.Work], None], timeout_s: float) -> list[str]:
+    """Errors of a collective that rank 1 never joins, of its wait and of the next."""
+    with torch_group(timeout_s) as store:
+        dist.all_reduce(here(1))
+        if dist.get_rank() == 1:
+            store.get("seen")
+            return []
+        work = begin(here(10))
+        errors = []
+        for call in (lambda: end(work), work.wait, lambda: begin(here(10))):
+            try:
+                call()
+            except dist.DistBackendError as error:
+                errors.append(str(error).splitlines()[0])
+        torch.accelerator.synchronize()  # the stream is free again
+        assert work.is_completed()
+        store.set("seen", "")
+        return errors
+
+
+def abort(work: dist.Work) -> None:
+    assert not work.is_completed()
+    own_backend().abort()
+    with pytest.raises(dist.DistBackendError, match="aborted: ALLREDUCE 1 .* missing"):
+        work.wait(timedelta(seconds=WAIT_S))
+
+
+def wait_long(work: dist.Work) -> None:
+    work.wait(timedelta(seconds=WAIT_S))
+
+
+def wait_briefly(work: dist.Work) -> None:
+    work.wait(timedelta(milliseconds=50))
+
+
+def test_abort_ends_pending_collectives_and_the_group(ranks2: RankPool) -> None:
+    first, _ = ranks2.run(ends_alone, abort, WAIT_S, case_setup=meeting, env=STAYS)
+    assert [each[:7] for each in first] == ["aborted", "tdccl w"]
+
+
+@pytest.mark.parametrize(
+    ("end", "timeout_s", "said"),
+    [(wait_long, LATE_S, "timed out: "), (wait_briefly, WAIT_S, "blocking wait: ")],
+)
+def test_a_late_collective_aborts_its_group(
+    ranks2: RankPool, end: Any, timeout_s: float, said: str
+) -> None:
+    first, _ = ranks2.run(ends_alone, end, timeout_s, case_setup=meeting, env=STAYS)
+    assert len(first) == 3
+    assert all(said in each and "rank 1 is missing" in each for each in first)
+
+
+def test_a_late_collective_ends_the_process_as_under_nccl(ranks2: RankPool) -> None:
+    one, _ = ranks2.run(
+        ends_alone, wait_long, LATE_S, case_setup=meeting, expect_failure=True,
+        timeout_s=30.0,
+    )  # fmt: skip
+    assert one.error is not None
+    assert one.error.way == "died"
+    assert one.error.text == f"exit code {-signal.SIGABRT}"
+    assert "tdccl timed out: ALLREDUCE 1 of 40 bytes" in one.error.log
+
+
+def uses_two_groups(is_crossed: bool) -> list[str]:
+    """Sums in two groups, on rank 1 perhaps in the other order."""
+    with torch_group() as store:
+        late = timedelta(seconds=LATE_S if is_crossed else WAIT_S)
+        groups = [dist.new_group(timeout=late) for _ in range(2)]
+        for group in groups:  # makes their communicators
+            begin(here(1), group=group).wait(timedelta(seconds=WAIT_S))
+        place = dist.get_rank()
+        tensors = [here(10), here(10)]
+        order = (1, 0) if is_crossed and place == 1 else (0, 1)
+        works = []
+        for one in order:
+            works.append(begin(tensors[one], group=groups[one]))
+            store.set(f"begun {place}", "")
+            store.get(f"begun {1 - place}")
+        errors = []
+        for work in works:
+            try:
+                work.wait(timedelta(seconds=WAIT_S))
+            except dist.DistBackendError as error:
+                errors.append(str(error).splitlines()[0])
+        assert errors or [each.tolist() for each in tensors] == [[2.0] * 10] * 2
+        store.set(f"done {place}", "")
+        store.get(f"done {1 - place}")
+        return errors
+
+
+@pytest.mark.parametrize(
+    ("is_crossed", "at_a_time"), [(False, "1"), (True, "1"), (True, "2")]
+)
+def test_groups_used_in_different_orders_hang_and_are_named(
+    ranks2: RankPool, is_crossed: bool, at_a_time: str
+) -> None:
+    env = [{**each, "TEST_DEVICE_COLLECTIVES": at_a_time} for each in STAYS]
+    found = ranks2.run(uses_two_groups, is_crossed, case_setup=meeting, env=env)
+    hangs = is_crossed and at_a_time == "1"
+    assert [bool(each) for each in found] == [hangs, hangs]
+    if hangs:
+        said = "do all ranks use their groups in the same order?"
+        assert any(said in each for errors in found for each in errors)
+
+
+def differs(call: str) -> str:
+    with torch_group():
+        tensor = here(10)
+        try:
+            if call == "messages":
+                dist.send(tensor, 1 - dist.get_rank())
+            else:
+                begin(tensor[: 10 - dist.get_rank()]).wait()
+            torch.accelerator.synchronize()
+            dist.all_reduce(tensor)
+        except dist.DistBackendError as error:
+            return str(error).splitlines()[0]
+        return ""
+
+
+@pytest.mark.parametrize("call", ["sizes", "messages"])
+def test_different_calls_of_the_ranks_are_an_error(ranks2: RankPool, call: str) -> None:
+    for each in ranks2.run(differs, call, case_setup=meeting, env=STAYS):
+        assert "got different collectives: rank " in each
+
+
+def loses_its_peer() -> str:
+    with torch_group() as store:
+        dist.all_reduce(here(1))
+        links = [os.readlink(f"/proc/self/fd/{each}") for each in _descriptors()]
+        assert not [each for each in links if "memfd:test_device_g" in each]
+        if dist.get_rank() == 1:
+            store.set("pid", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = begin(here(10))
+        while os.path.exists(f"/proc/{int(store.get('pid'))}/fd/0"):
+            pass
+        assert not work.is_completed()
+        own_backend().abort()
+        with pytest.raises(dist.DistBackendError, match="rank 1 is missing"):
+            work.wait(timedelta(seconds=WAIT_S))
+        torch.accelerator.synchronize()
+        return "aborted"
+
+
+def _descriptors() -> list[str]:
+    listed = os.listdir("/proc/self/fd")
+    return [each for each in listed if os.path.exists(f"/proc/self/fd/{each}")]
+
+
+def test_a_dead_peer_is_not_noticed_and_abort_ends_the_wait(ranks2: RankPool) -> None:
+    one, other = ranks2.run(loses_its_peer, case_setup=meeting, expect_failure=True)
+    assert one.value == "aborted"
+    assert other.error is not None and other.error.way == "died"

@@ -15,8 +15,8 @@ import torch
 from torch import distributed as dist
 
 from tests import device as test_device
-from tests.device import build
 from tests.comm.joined import STORE, meeting
+from tests.device import build
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 
@@ -238,7 +238,7 @@ def ends_alone(end: Callable[[dist.Work], None], timeout_s: float) -> list[str]:
 def abort(work: dist.Work) -> None:
     assert not work.is_completed()
     own_backend().abort()
-    with pytest.raises(dist.DistBackendError, match="aborted: ALLREDUCE 1 .* missing"):
+    with pytest.raises(dist.DistBackendError, match=r"aborted: ALLREDUCE 1 .* missing"):
         work.wait(timedelta(seconds=WAIT_S))
 
 
@@ -368,4 +368,5 @@ def _descriptors() -> list[str]:
 def test_a_dead_peer_is_not_noticed_and_abort_ends_the_wait(ranks2: RankPool) -> None:
     one, other = ranks2.run(loses_its_peer, case_setup=meeting, expect_failure=True)
     assert one.value == "aborted"
-    assert other.error is not None and other.error.way == "died"
+    assert other.error is not None
+    assert other.error.way == "died"

@@ -82,6 +82,7 @@ def test_a_run_pauses_below_min_ranks(
         os.kill(run.lines(1)[0].pid, signal.SIGKILL)
         run.trains([0, 2], run.trains([2]))
         assert run.stop() == ""
-    assert {each.world for each in run.lines(0)} == {2}
+    alone = [each for each in run.lines(0) if each.world == 1]
+    assert len(alone) < counted.SAMPLES / counted.BATCH  # what had been granted
     check_counts(run, "sync", 2)
     assert "Regroup" in story.read_text()

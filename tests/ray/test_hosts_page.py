@@ -21,7 +21,7 @@ def test_the_example_of_the_page_trains(cluster: Any, tmp_path: Path) -> None:
     assert state["weight"].shape == (3, 4)
 
 
-def test_the_example_for_clusters_trains_and_continues(
+def test_the_example_for_clusters_trains_and_starts_again(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = str(ROOT / "examples" / "clusters" / "train_on_ray.py")

@@ -66,7 +66,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
         ),
         ({"environment": {"RANK": "0"}}, [], "warning", "RANK set in this shell"),
         ({"accelerators": ("cuda",)}, [], "note", "never been run on cuda"),
-        ({"accelerators": ("mps",)}, [], "note", "does not use mps"),
+        ({"accelerators": ("mps",)}, [], "note", "never been run on mps"),
         ({}, ["cuda:0", "cpu", "cuda:0"], "warning", r"\[0, 2\] share cuda:0"),
         ({}, ["cpu"] * 9, "warning", "9 ranks compute on 8 cores"),
         (

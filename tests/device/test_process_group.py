@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from elche.ddp.group import as_group
 from tests import device as test_device
-from tests.device import build
 from tests.comm.joined import STORE, meeting
+from tests.device import build
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 
@@ -238,7 +239,7 @@ def ends_alone(end: Callable[[dist.Work], None], timeout_s: float) -> list[str]:
 def abort(work: dist.Work) -> None:
     assert not work.is_completed()
     own_backend().abort()
-    with pytest.raises(dist.DistBackendError, match="aborted: ALLREDUCE 1 .* missing"):
+    with pytest.raises(dist.DistBackendError, match=r"aborted: ALLREDUCE 1 .* missing"):
         work.wait(timedelta(seconds=WAIT_S))
 
 
@@ -368,4 +369,23 @@ def _descriptors() -> list[str]:
 def test_a_dead_peer_is_not_noticed_and_abort_ends_the_wait(ranks2: RankPool) -> None:
     one, other = ranks2.run(loses_its_peer, case_setup=meeting, expect_failure=True)
     assert one.value == "aborted"
-    assert other.error is not None and other.error.way == "died"
+    assert other.error is not None
+    assert other.error.way == "died"
+
+
+def waits_for_a_late_rank() -> float:
+    """Rank 1 comes when rank 0 has looked after it, later than a poll of gloo."""
+    with torch_group() as store:
+        group = as_group(None, WAIT_S)
+        group.check = lambda: store.set("looked", "")
+        summed = here(10)
+        dist.all_reduce(here(1))
+        if dist.get_rank() == 1:
+            store.get("looked")
+        group.all_reduce(summed, "a late sum")
+        return summed.sum().item()
+
+
+def test_elche_leaves_a_group_alone_whose_rank_is_late(ranks2: RankPool) -> None:
+    # Polled as gloo, by waits with a timeout, NCCL's group was aborted after 50 ms.
+    assert ranks2.run(waits_for_a_late_rank, case_setup=meeting) == [20.0] * 2

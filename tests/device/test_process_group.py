@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from elche.ddp.group import as_group
 from tests import device as test_device
 from tests.comm.joined import STORE, meeting
 from tests.device import build
@@ -370,3 +371,21 @@ def test_a_dead_peer_is_not_noticed_and_abort_ends_the_wait(ranks2: RankPool) ->
     assert one.value == "aborted"
     assert other.error is not None
     assert other.error.way == "died"
+
+
+def waits_for_a_late_rank() -> float:
+    """Rank 1 comes when rank 0 has looked after it, later than a poll of gloo."""
+    with torch_group() as store:
+        group = as_group(None, WAIT_S)
+        group.check = lambda: store.set("looked", "")
+        summed = here(10)
+        dist.all_reduce(here(1))
+        if dist.get_rank() == 1:
+            store.get("looked")
+        group.all_reduce(summed, "a late sum")
+        return summed.sum().item()
+
+
+def test_elche_leaves_a_group_alone_whose_rank_is_late(ranks2: RankPool) -> None:
+    # Polled as gloo, by waits with a timeout, NCCL's group was aborted after 50 ms.
+    assert ranks2.run(waits_for_a_late_rank, case_setup=meeting) == [20.0] * 2

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 from typing_extensions import override
 
+from elche.comm.transport.device_group import DeviceWork
 from elche.comm.transport.process_group import Group, late_error
 from elche.devices.backends import control_device
 from elche.errors import CommunicationError, ConfigError
@@ -57,7 +58,9 @@ class TorchGroup(Group):
 
     @override
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
-        return self.torch_group.allreduce([tensor], self._options)
+        work = self.torch_group.allreduce([tensor], self._options)
+        # A wait with a timeout, in which gloo is polled, would abort NCCL's group.
+        return work if tensor.device.type == "cpu" else DeviceWork(work, self)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums in place and blocks; host tensors are staged on the control device."""

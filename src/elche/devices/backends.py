@@ -10,7 +10,11 @@ import torch
 from torch import distributed as dist
 
 from elche.devices import choice
-from elche.torch_internals.groups import native_group, registered_backend
+from elche.torch_internals.groups import (
+    has_backend,
+    native_group,
+    registered_backend,
+)
 
 
 def own_backend(device: torch.device) -> str:
@@ -53,5 +57,5 @@ def gloo_takes(tensor: torch.Tensor) -> bool:
 
 def control_device(process_group: Any) -> torch.device:
     """Device of small messages in a user's process group: the CPU if it can be."""
-    kinds = dist.Backend.backend_capability.get(process_group.name(), ["cpu"])
-    return choice.CPU if "cpu" in kinds else choice.current_device()
+    on_host = has_backend(process_group, choice.CPU)
+    return choice.CPU if on_host else choice.current_device()

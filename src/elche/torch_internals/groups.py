@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import distributed as dist
 
 from elche.torch_internals.lookup import bind
@@ -35,6 +36,15 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
     """Makes a group of an extension's backend; None without one of the plain API."""
     plugin: Any = dist.Backend._plugins.get(name.upper())
     return None if plugin is None or plugin.extended_api else plugin.creator_fn
+
+
+def has_backend(process_group: Any, device: torch.device) -> bool:
+    """True if a process group takes tensors of this type of device."""
+    try:
+        process_group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def group_timeout_s(process_group: Any) -> float | None:

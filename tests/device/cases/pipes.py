@@ -1,0 +1,58 @@
+"""A pipeline whose stages lie on this run's devices; compares it with the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import elche
+import tests.harness.uncompiled  # noqa: F401 - starts faster
+from tests import device as test_device
+
+STEPS = 4
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 1)]
+
+
+def main(folder: str) -> None:
+    test_device.register()
+    plain = nn.Sequential(*layers())
+    torch.manual_seed(1)
+    batches = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(STEPS)]
+    expected = []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = loss_of(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    found = []
+    with elche.pipeline.Pipeline(
+        layers(), loss_of, micro_batches=4, schedule="1f1b"
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for x, y in batches:
+            pipe.zero_grad()
+            found.append(float(pipe.step(x, y).loss))
+            optimizer.step()
+        devices = [str(each.device) for each in pipe.parameters()]
+        transport = pipe.transport
+    said = {"found": found, "expected": expected, "devices": devices}
+    said |= {"transport": transport}
+    Path(folder, f"rank{elche.rank()}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

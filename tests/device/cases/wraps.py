@@ -47,7 +47,7 @@ def main(kind: str, folder: str) -> None:
         part = [each.chunk(2)[rank].to(test_device.NAME) for each in (x, y)]
         take_step(model, *part)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    difference = max(float((a.cpu() - b).abs().max()) for a, b in pairs)
+    difference = max(float((a.cpu() - b).detach().abs().max()) for a, b in pairs)
     said = {"difference": difference}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()

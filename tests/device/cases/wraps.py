@@ -28,7 +28,7 @@ def take_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     with torch.no_grad():
         for each in model.parameters():
             assert each.grad is not None
-            each -= 0.1 * each.grad
+            each.sub_(each.grad, alpha=0.1)
 
 
 def main(kind: str, folder: str) -> None:

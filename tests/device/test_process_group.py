@@ -64,7 +64,7 @@ def own_backend() -> Any:
     return dist.group.WORLD._get_backend(torch.device(test_device.NAME))
 
 
-def begin(tensor: torch.Tensor, **options: Any) -> dist.Work:
+def begin(tensor: torch.Tensor, **options: Any) -> Any:
     work = dist.all_reduce(tensor, async_op=True, **options)
     assert work is not None
     return work

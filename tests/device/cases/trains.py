@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from tests import device as test_device
 SAMPLES, BATCH, EPOCHS = 512, 32, 3
 
 
-def main(policy: str, folder: str) -> None:
+def main(policy: Any, folder: str) -> None:
     test_device.register()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))

@@ -28,7 +28,7 @@ def take_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     with torch.no_grad():
         for each in model.parameters():
             assert each.grad is not None
-            each -= 0.1 * each.grad
+            each.sub_(each.grad, alpha=0.1)
 
 
 def main(kind: str, folder: str) -> None:
@@ -47,7 +47,7 @@ def main(kind: str, folder: str) -> None:
         part = [each.chunk(2)[rank].to(test_device.NAME) for each in (x, y)]
         take_step(model, *part)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    difference = max(float((a.cpu() - b).abs().max()) for a, b in pairs)
+    difference = max(float((a.cpu() - b).detach().abs().max()) for a, b in pairs)
     said = {"difference": difference}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()

@@ -39,8 +39,8 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
 
 def group_timeout_s(process_group: Any) -> float | None:
     """Timeout (s) of a user's process group; None if torch does not expose it."""
-    with contextlib.suppress(RuntimeError, AttributeError):
-        for device in process_group._device_types:
+    for device in process_group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
             options = process_group._get_backend(device).options
             return float(options._timeout.total_seconds())
     return None

@@ -36,6 +36,18 @@ class Replacing(nn.Linear):
         return self
 
 
+class Elsewhere(nn.Identity):
+    """A layer with a buffer on another device, until it is moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("there", torch.empty((), device="meta"), persistent=False)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Elsewhere:
+        self.there = torch.zeros(())
+        return self
+
+
 def trained(model: nn.Module) -> list[torch.Tensor]:
     """The model's parameters after an epoch of a loop that elche has set up."""
     data = TensorDataset(torch.eye(4), torch.arange(4.0).view(4, 1))
@@ -52,7 +64,8 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
 def tied() -> nn.Module:
     """Two layers with one weight."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    layers = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.Sequential(*layers, Elsewhere())
     model[1].weight = model[0].weight
     return model
 
@@ -69,10 +82,45 @@ def test_where_moves_make_new_parameters_the_optimizer_trains_them() -> None:
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_parameters_that_become_other_objects_are_refused(is_held: bool) -> None:
-    model: nn.Module = nn.Linear(4, 1) if is_held else Replacing(4, 1)
+    layer: nn.Module = nn.Linear(4, 1) if is_held else Replacing(4, 1)
+    model = nn.Sequential(layer, Elsewhere())
     held = [weakref.ref(each) for each in model.parameters()] if is_held else []
-    told = "swap Linear.weight" if is_held else r"\(weight\), which the optimizer does"
+    told = (
+        "swap Linear.weight" if is_held else r"\(0.weight\), which the optimizer does"
+    )
     with new_objects(), pytest.raises(elche.ConfigError, match=told):
         move_model(model, CPU)
     assert not torch.__future__.get_swap_module_params_on_conversion()
     assert len(held) == 2 * is_held
+
+
+def test_a_swap_keeps_what_the_user_wrote_on_parameters() -> None:
+    model = tied()
+    model[0].weight.no_decay = True
+    with new_objects():
+        move_model(model, CPU)
+    assert model[0].weight.no_decay
+    assert model[1].weight is model[0].weight
+
+
+@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
+def test_hooks_that_a_swap_would_drop_are_refused(kind: str) -> None:
+    model, called = nn.Sequential(nn.Linear(4, 1), Elsewhere()), []
+    getattr(model[0].weight, f"register_{kind}")(called.append)
+    told = r"drop the hooks of its parameters \(0.weight\); call model.to"
+    with new_objects(), pytest.raises(elche.ConfigError, match=told):
+        move_model(model, CPU)
+    model[1].there = torch.zeros(())  # as the message says: moved before
+    with new_objects():
+        move_model(model, CPU)
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(called) == 1
+
+
+def test_a_model_that_is_there_already_is_left_alone() -> None:
+    model = nn.Linear(4, 1)
+    held, before = weakref.ref(model.weight), model.weight
+    with new_objects():
+        move_model(model, CPU)
+    assert held() is before
+    assert model.weight is before

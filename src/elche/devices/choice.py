@@ -30,19 +30,31 @@ def kind() -> str:
 
 def vendor_kind() -> str:
     """As :func:`kind`, but ``rocm`` for AMD's devices; "" if torch can use none."""
-    if not count():
+    if not usable_count():
         return ""
     return "rocm" if kind() == NVIDIA and torch.version.hip else kind()
 
 
 def count() -> int:
-    """Number of accelerators that this process can use."""
+    """Number of accelerators of the machine, which their driver may not serve."""
     return torch.accelerator.device_count() if kind() else 0
 
 
+def usable_count() -> int:
+    """As :func:`count`; 0 if torch cannot use them, as with a driver that is too old.
+
+    A fork of this process may not use CUDA afterwards.
+    """
+    return count() if torch.accelerator.is_available() else 0
+
+
 def device_names() -> list[str]:
-    """Names of this process's accelerators in torch, such as ``cuda:0``."""
-    return [f"{kind()}:{index}" for index in range(count())]
+    """Names of the accelerators that torch can use here, such as ``cuda:0``."""
+    return _names(usable_count())
+
+
+def _names(number: int) -> list[str]:
+    return [f"{kind()}:{index}" for index in range(number)]
 
 
 def default_device(local_rank: int) -> torch.device:
@@ -52,12 +64,14 @@ def default_device(local_rank: int) -> torch.device:
 
 
 def is_known(name: str) -> bool:
-    """True if torch has this type of device without an extension, or with one here."""
+    """True if torch has this type of device without an extension, or with one here.
+
+    Torch reserves names, such as ``hpu``, for types that only extensions add.
+    """
     try:
-        torch.device(name)
+        return module_of(torch.device(name).type) is not None
     except RuntimeError:
         return False
-    return True
 
 
 def check_device(name: str) -> torch.device:
@@ -74,7 +88,7 @@ def check_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cpu":
         return CPU
-    known = device_names()
+    known = _names(count())
     device = torch.device(device.type, device.index or 0)
     if str(device) not in known:
         raise ConfigError(

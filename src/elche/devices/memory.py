@@ -41,7 +41,10 @@ def read_memory(device: torch.device) -> MemoryReading:
     backend = getattr(module, "get_allocator_backend", None)
     if not total_bytes or (backend is not None and backend() != "native"):
         return MemoryReading(total_bytes, free_bytes)
-    stats = getattr(module, "memory_stats", torch.accelerator.memory_stats)(device)
+    try:
+        stats = getattr(module, "memory_stats", torch.accelerator.memory_stats)(device)
+    except RuntimeError:  # an allocator of an extension that counts nothing
+        return MemoryReading(total_bytes, free_bytes)
     active_bytes = stats.get("active_bytes.all.current", 0)
     reserved_bytes = stats.get("reserved_bytes.all.current", 0)
     fraction_of = getattr(module, "get_per_process_memory_fraction", None)

@@ -46,6 +46,7 @@ from elche.session.process import (
     write_line,
     write_on_first,
 )
+from elche.torch_internals.held import has_hooks
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar(
@@ -171,15 +172,27 @@ def move_model(model: nn.Module, device: torch.device) -> None:
     """Moves a model, whose parameters stay the objects that its optimizer holds.
 
     Where `Module.to` would make new ones (types of devices that extensions add, XLA,
-    or a switch of `torch.__future__`), contents are swapped instead.
+    or a switch of `torch.__future__`), contents are swapped instead, unless the model
+    is there already.
 
     Raises:
-        ConfigError: a parameter became another object.
+        ConfigError: a parameter became another object, or would lose its hooks.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
     probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
     kept, swaps = probe[0], torch.__future__.get_swap_module_params_on_conversion()
     needs_swaps, error = probe.to(device)[0] is not kept, None
+    tensors = [*before.values(), *model.buffers()]
+    if needs_swaps and all(each.device == device for each in tensors):
+        return
+    hooked = [name for name, each in before.items() if has_hooks(each)]
+    if needs_swaps and hooked:
+        raise ConfigError(
+            f"moving the model to {device} would drop the hooks of its parameters "
+            f"({', '.join(hooked[:3])}); call model.to(elche.device()) before you "
+            "register them and build the optimizer"
+        )
+    attributes = [(each, dict(vars(each))) for each in before.values()]
     torch.__future__.set_swap_module_params_on_conversion(swaps or needs_swaps)
     try:
         model.to(device)
@@ -189,6 +202,8 @@ def move_model(model: nn.Module, device: torch.device) -> None:
         error = failed  # as where something holds a weak reference to a parameter
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
+    for each, own in attributes:  # a swap takes them along
+        vars(each).update({**own, **vars(each)})
     after = dict(model.named_parameters(remove_duplicate=False))
     others = [name for name in after if before.get(name) is not after[name]]
     if error is not None or others:

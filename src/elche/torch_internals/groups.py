@@ -49,8 +49,8 @@ def has_backend(process_group: Any, device: torch.device) -> bool:
 
 def group_timeout_s(process_group: Any) -> float | None:
     """Timeout (s) of a user's process group; None if torch does not expose it."""
-    with contextlib.suppress(RuntimeError, AttributeError):
-        for device in process_group._device_types:
+    for device in process_group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
             options = process_group._get_backend(device).options
             return float(options._timeout.total_seconds())
     return None

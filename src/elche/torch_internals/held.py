@@ -31,6 +31,14 @@ accumulated_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter(
 )
 """Post-accumulate-grad hooks of a parameter, in order; None if there are none."""
 
+_gradient_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """True if a tensor has hooks of its gradient, of either kind."""
+    return bool(_gradient_hooks(tensor) or accumulated_hooks(tensor))
+
+
 version: Callable[[torch.Tensor], Any] = attrgetter("_version")
 """Version counter of a tensor; differs after every in-place change."""
 

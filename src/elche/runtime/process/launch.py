@@ -151,8 +151,9 @@ def launch(
     if config.devices is not None:
         from elche.devices.choice import check_device, is_known
 
-        for name in filter(is_known, config.devices):  # ranks check the others
-            check_device(name)
+        for name in config.devices:
+            if is_known(name) or ":" not in name:  # else ranks know, by an extension
+                check_device(name)
     return asyncio.run(_launch(config, on_ready))
 
 

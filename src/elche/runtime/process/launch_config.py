@@ -198,9 +198,9 @@ class LaunchResult:
 
 
 def _device_count() -> int:
-    from elche.devices.choice import count
+    from elche.devices.choice import usable_count
 
-    return count() or 1
+    return usable_count() or 1
 
 
 def python_command(*arguments: str) -> tuple[str, ...]:

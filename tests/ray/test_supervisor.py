@@ -54,10 +54,11 @@ def test_nodes_come_and_go_and_ray_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(supervisor, "_fitting", fitting)
     monkeypatch.setattr(supervisor, "LOOK_S", 0.0)
     run, there = Mock(join=AsyncMock()), Mock(add=Mock(return_value=7))
+    there.move.side_effect = [OSError("away"), None]
     places = {"a": 0}
     with pytest.raises(CommunicationError, match=r"30 times in a row .*gone"):
         asyncio.run(supervisor._add_nodes(run, there, elche.ray.per_node(), places))
     run.join.assert_awaited_once_with(7)
-    there.move.assert_called_once_with(0, elche.ray.per_node().on("c"))
+    there.move.assert_called_with(0, elche.ray.per_node().on("c"))
     assert places == {"b": 7, "c": 0}
     run.interrupt.assert_called_once_with(signal.SIGTERM)

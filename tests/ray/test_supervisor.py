@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 
 import elche.ray
 from elche.errors import CommunicationError
-from elche.ray import supervisor
+from elche.ray import ray_ranks, supervisor
 from elche.ray.rank_specs import Job
-from elche.ray.ray_ranks import RayProcess
+from elche.ray.ray_ranks import RayProcess, RayRanks
 from elche.ray.supervisor import Supervisor
 from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.restarts import RestartConfig
@@ -40,6 +41,25 @@ def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:
     made.interrupt(signal.SIGTERM)
     made._begin(second)
     second.interrupt.assert_called_once_with(signal.SIGTERM)
+
+
+def test_a_rank_without_room_is_named_while_it_waits_and_when_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = elche.ray.RankSpec(label_selector={"kind": "late"})
+    made: Any = Mock(_places=[(spec, None, 0)], results={})
+    made._job.start_s, made._config.world_size = 0.05, 1
+    monkeypatch.setattr(ray_ranks, "SAY_S", 0.0)
+
+    async def waits() -> int:
+        made._begin = lambda *_: asyncio.Event().wait()
+        return await RayRanks._run(made, Mock(trouble=""), 0, 0, {})
+
+    assert asyncio.run(waits()) == 1
+    lacks = "no node has {'CPU': 1.0} free, with labels {'kind': 'late'}"
+    assert f"rank 0 waits: {lacks}" in caplog.messages
+    assert pickle.loads(made.results[0])[1].endswith(lacks)
+    made._drop.assert_called_once_with(0)
 
 
 def test_nodes_come_and_go_and_ray_fails(monkeypatch: pytest.MonkeyPatch) -> None:

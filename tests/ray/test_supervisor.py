@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -30,6 +34,23 @@ def test_a_start_that_fails_in_an_unforeseen_way_ends() -> None:
         return await asyncio.wait_for(process.wait(), 5.0)
 
     assert asyncio.run(start()) == 1
+
+
+def test_a_rank_gets_ctrl_c_though_rays_nodes_block_it() -> None:
+    show = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    ours, theirs = socket.socketpair()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with ours, theirs:
+            words = (str(theirs.fileno()), str(os.getpid()), "-c", show)
+            shown = subprocess.check_output(
+                (sys.executable, "-m", "elche.launching.remote_rank", *words),
+                pass_fds=(theirs.fileno(),),
+                timeout=60.0,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert shown == b"set()\n"
 
 
 def test_a_signal_before_the_launch_and_between_two_is_kept() -> None:

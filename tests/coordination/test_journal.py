@@ -210,7 +210,7 @@ def test_it_dies_while_windows_wait_for_ranks(
             "newcomers", FOUNDERS in meeting.members and bool(meeting.members[2].starts)
         )
     dead, calm = meetings
-    assert dead.pending == calm.pending
+    assert dead.told == calm.told
     assert dead.core.aborted is calm.core.aborted is None
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import elche
-from elche.comm.transport import exchange
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
+from elche.runtime.process import rank_groups
 from elche.runtime.windows.synchroniser import warn_of_codec
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
@@ -164,13 +164,13 @@ def test_hosts_of_one_rank_each_sum_by_gloo(ranks3: RankPool) -> None:
 
 def with_another_processor(task: Task) -> tuple[Trace, set[str]]:
     """The last rank's is one on which memory is not shared."""
-    before = exchange.may_share_memory
+    before = rank_groups.may_share_memory
     if this_place().rank == 2:
-        exchange.may_share_memory = lambda: False
+        rank_groups.may_share_memory = lambda: False
     try:
         return by_hosts(task)
     finally:
-        exchange.may_share_memory = before
+        rank_groups.may_share_memory = before
 
 
 def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) -> None:

@@ -20,6 +20,7 @@ def main(descriptor: int, parent: int, command: list[str]) -> None:
     signal_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before
         sys.exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray's nodes block it
     with socket.socket(fileno=descriptor) as link:
         if command:
             os.execv(sys.executable, [sys.executable, *command])

@@ -115,8 +115,8 @@ async def _add_nodes(
                     place = there.add(ranks.on(node))
                     await run.join(place)
                 else:
-                    place = places.pop(gone)
-                    there.move(place, ranks.on(node))
+                    there.move(place := places[gone], ranks.on(node))
+                    del places[gone]
                 places[node] = place
             failures = 0
         except Exception as error:  # its control store may come back

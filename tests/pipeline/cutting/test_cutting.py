@@ -215,7 +215,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     ),
     "in place": (
         _changes,
-        r"changes between inner.taking and inner.second .* in place",
+        r"changes a tensor .* in place between inner.taking and inner.second",
     ),
     "an object": (
         lambda model, x: model.taking(x, object()),
@@ -316,7 +316,7 @@ def torn() -> nn.Module:
             "got 'block.1'; the model has blocks.1",
         ),
         (Gpt(), "head", torch.zeros(2, 5), "write split_points=['head']"),
-        (torn(), None, torch.zeros(2, 5).long(), "stands on cpu and on meta; move"),
+        (torn(), None, torch.zeros(2, 5).long(), "is on cpu and on meta; move"),
         (Gpt(), {"head": 1}, torch.zeros(2, 5), "expected SplitPoint.BEGINNING or"),
         (Gpt(), ["tokens"], torch.zeros(2, 5).long(), "cut the model into 1 layers"),
         (ByPosition(2, 2), None, torch.zeros(2, 2), "takes x by position only"),

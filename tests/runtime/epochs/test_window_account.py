@@ -175,7 +175,7 @@ def common_steps(group: Any, rate: float, factor: float) -> list[float]:
     if group.rank == 0:
         model[0].data.fill_(7.0)
     buffers.take()
-    sync.hand_over(group, 0, plan(group.rank), lacks=group.rank == 1, keeps=False)
+    sync.copy_result(group, 0, plan(group.rank), lacks=group.rank == 1, keeps=False)
     return [*seen, model[0].item(), optimizer.param_groups[0]["lr"]]
 
 
@@ -194,5 +194,5 @@ def test_a_rank_whose_update_is_discarded_begins_anew_from_a_copied_result(
 ) -> None:
     sync = ParameterSync(Mock(is_finite=False), steps := Mock(), None)
     assert not sync.close(begins=False)
-    sync.hand_over(Mock(), 0, plan(), lacks=lacks, keeps=False)
+    sync.copy_result(Mock(), 0, plan(), lacks=lacks, keeps=False)
     assert steps.forget_states.called == lacks

@@ -22,6 +22,7 @@ from elche.runtime.process.launch_config import (
     LaunchResult,
     python_command,
 )
+from elche.runtime.process.launcher_watch import is_running
 from tests.harness import printing
 from tests.harness.printing import Printing
 from tests.harness.waiting import until
@@ -71,6 +72,19 @@ def launched(*arguments: str) -> tuple[LaunchResult, list[tuple[int, str]]]:
         )
     )
     return result, lines
+
+
+def test_what_ranks_leave_behind_delays_no_end_and_loses_no_line() -> None:
+    leave = "import subprocess, sys; left = subprocess.Popen(['sleep', '100'])"
+    result, lines = launched("-c", f"{leave}; sys.stdout.write(f'{{left.pid}}\\ntail')")
+    left = [int(line) for _, line in lines if line != "tail"]
+    try:
+        assert all(map(is_running, left))
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert result.exit_codes == (0, 0)
+    assert sorted(rank for rank, line in lines if line == "tail") == [0, 1]
 
 
 SIGNALS = pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from elche.runtime.coordinator_process.link import Status
 from elche.runtime.process.rank_processes import SIGNALS, RankProcesses
 from tests.runtime.process.test_launcher import RANKS, started
 
@@ -73,6 +74,18 @@ def test_under_nohup_hang_ups_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(signal, "getsignal", ignored.get)
     RankProcesses.handle_signals(Mock())
     assert {*taken} == {*SIGNALS, signal.SIGUSR1, signal.SIGUSR2}
+
+
+def test_a_replacement_that_starts_does_not_cost_the_last_checkpoint() -> None:
+    only_0 = frozenset({0})
+    server = Mock(status=Status(connected=only_0, heeding=only_0, members=only_0))
+    server.has_dropped = lambda rank: rank not in server.status.members
+    processes = RankProcesses(server, Mock(), Mock())
+    ranks = processes._processes = {0: Mock(returncode=None), 1: Mock(returncode=None)}
+    processes.interrupt(signal.SIGTERM)
+    server.take.assert_not_called()
+    for each in ranks.values():
+        each.send_signal.assert_called_once_with(signal.SIGTERM)
 
 
 @pytest.mark.slow

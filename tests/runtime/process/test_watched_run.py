@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.process.local_ranks import RankOutput
+from elche.runtime.process.local_ranks import pass_on
 
 pytestmark = pytest.mark.distributed
 
@@ -116,39 +116,16 @@ def shown(*pieces: bytes) -> list[str]:
     """What of a rank's output is shown, that comes in these pieces."""
 
     async def show() -> list[str]:
-        display = _Lines()
-        output = RankOutput(None, display)
-        process = _Process(asyncio.StreamReader())
-        output.add(0, process)  # type: ignore[arg-type]
+        stream, lines = asyncio.StreamReader(), list[str]()
+        passing = asyncio.ensure_future(pass_on(stream, lines.append))
         for piece in pieces:
-            process.stderr.feed_data(piece)
+            stream.feed_data(piece)
             await asyncio.sleep(0)
-        process.stderr.feed_eof()
-        await output.close()
-        return display.lines
+        stream.feed_eof()
+        await passing
+        return lines
 
     return asyncio.run(show())
-
-
-class _Process:
-    stdout = None
-
-    def __init__(self, stderr: asyncio.StreamReader) -> None:
-        self.stderr = stderr
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def see(self, message: object) -> None:
-        """Nothing is drawn."""
-
-    def print_line(self, line: str) -> None:
-        self.lines.append(line)
-
-    def close(self) -> None:
-        """Nothing to take away."""
 
 
 @pytest.mark.parametrize(

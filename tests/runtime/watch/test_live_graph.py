@@ -141,7 +141,7 @@ def test_a_backward_pass_of_a_model_that_has_moved_since_is_refused() -> None:
     loss = model(X).sum()
     graphs.moved("async")
     graphs.begin(1)
-    with pytest.raises(ConfigError, match="under policy 'async' a window may end at"):
+    with pytest.raises(ConfigError, match="Under policy 'async' a window may end at"):
         loss.backward()
     model(X).sum().backward()
     assert late == []

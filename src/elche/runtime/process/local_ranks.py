@@ -62,16 +62,20 @@ class LocalRanks:
             own.setdefault("PYTHONUNBUFFERED", "1")
         if config.start is not None:
             return config.start(rank, own)
-        process = await asyncio.create_subprocess_exec(
-            *(() if network is None else network.command(place)),
-            *config.command,
-            env=own,
-            pass_fds=(self.pipe,),
-            stdout=output.stdout,
-            stderr=output.stderr,
-        )
-        output.add(rank, process)
-        return process
+        stdout, stderr = await output.open(rank)
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(() if network is None else network.command(place)),
+                *config.command,
+                env=own,
+                pass_fds=(self.pipe,),
+                stdout=stdout,
+                stderr=stderr,
+            )
+        finally:
+            for end in (stdout, stderr):
+                if end is not None:
+                    os.close(end)
 
     async def fence(self, process: RankProcess) -> None:
         """Kills a process.
@@ -117,42 +121,48 @@ class RankOutput:
         on_line: receives rank and text of each line of standard output.
         display: prints lines of standard error, and those of standard output that
             would go to the terminal.
-
-    Attributes:
-        stdout: standard output of ranks: a pipe, or None for the launcher's own.
-        stderr: likewise.
     """
 
     def __init__(
         self, on_line: Callable[[int, str], None] | None, display: Display | None
     ) -> None:
         self._on_line, self._display = on_line, display
-        shows_stdout = display is not None and sys.stdout.isatty()
-        piped = asyncio.subprocess.PIPE
-        self.stdout = piped if on_line is not None or shows_stdout else None
-        self.stderr = None if display is None else piped
-        self._readers: list[asyncio.Future[None]] = []
+        self._shows_stdout = display is not None and sys.stdout.isatty()
+        self._readers: dict[asyncio.Task[None], asyncio.ReadTransport] = {}
 
-    def add(self, rank: int, process: asyncio.subprocess.Process) -> None:
-        """Starts reading a rank's output."""
+    async def open(self, rank: int) -> list[int | None]:
+        """Opens a rank's standard output and error, None: the launcher's own.
+
+        No pipes of `create_subprocess_exec`: its process may not count as ended while
+        a child holds one (Python 3.11).
+        """
         shown = None if self._display is None else self._display.print_line
-        on_line = shown if self._on_line is None else partial(self._on_line, rank)
-        for stream, take in ((process.stdout, on_line), (process.stderr, shown)):
-            if stream is not None and take is not None:
-                self._readers.append(asyncio.ensure_future(_pass_on(stream, take)))
+        on_line = shown if self._shows_stdout else None
+        if self._on_line is not None:
+            on_line = partial(self._on_line, rank)
+        ends: list[int | None] = [None, None]
+        for number, take in enumerate((on_line, shown)):
+            if take is not None:
+                ours, ends[number] = os.pipe()
+                stream = asyncio.StreamReader()
+                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                    partial(asyncio.StreamReaderProtocol, stream), os.fdopen(ours, "rb")
+                )
+                self._readers[asyncio.ensure_future(pass_on(stream, take))] = transport
+        return ends
 
     async def close(self) -> None:
         """Reads the remaining output after the ranks' end, and removes the view."""
         if self._readers:  # a process that a rank has left behind may hold a pipe open
-            read, late = await asyncio.wait(self._readers, timeout=LAST_LINES_S)
+            _, late = await asyncio.wait(self._readers, timeout=LAST_LINES_S)
             for reader in late:
-                reader.cancel()
-            await asyncio.gather(*read)  # raises what `on_line` has
+                self._readers[reader].close()  # it ends, with the rest of a line
+            await asyncio.gather(*self._readers)  # raises what `on_line` has
         if self._display is not None:
             self._display.close()
 
 
-async def _pass_on(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+async def pass_on(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
     """Passes on lines as they arrive; of an overwritten one (a bar's) the last."""
     rest = ""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

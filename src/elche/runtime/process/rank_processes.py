@@ -114,8 +114,9 @@ class RankProcesses:
 
         Connected ranks receive the reason from the coordinator and raise it. The other
         ranks receive the signal itself, unless the terminal has sent it already. So
-        do ranks that handle SIGTERM; if all running ranks handle or heed it, all
-        receive it, and end with a result or a checkpoint.
+        do ranks that handle SIGTERM; if all ranks of the run handle or heed it, all
+        receive it, and end with a result or a checkpoint. A replacement that has not
+        joined yet just ends.
 
         Args:
             number: the signal.
@@ -132,7 +133,7 @@ class RankProcesses:
         heed = all(
             rank in handling or rank in status.heeding
             for rank, process in self._processes.items()
-            if process.returncode is None
+            if process.returncode is None and not self._server.has_dropped(rank)
         )
         is_alone = [*self._processes] == [0] and not status.connected
         if not heed:

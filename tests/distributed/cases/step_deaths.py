@@ -330,7 +330,7 @@ def read_together() -> None:
 
 def die_left_out(death: Death, log: Path) -> None:
     """Dies when it has been left out of so many steps, which another rank logs."""
-    original, is_back = StepGroups.leave_out, threading.Event()
+    original, is_back = StepGroups.exclude, threading.Event()
 
     def steps() -> int:
         return log.read_text().count("\n")
@@ -349,12 +349,12 @@ def die_left_out(death: Death, log: Path) -> None:
             threading.Thread(target=watch, args=args, daemon=True).start()
         return original(members, told)
 
-    StepGroups.leave_out = leave_out  # type: ignore[method-assign]
+    StepGroups.exclude = leave_out  # type: ignore[method-assign]
 
 
 def left_out_for(steps: int, act: Callable[[], object]) -> Callable[[], None]:
     """To be called in each step: acts when others were left out for so many."""
-    original, since = StepGroups.leave_out, -(10**6)
+    original, since = StepGroups.exclude, -(10**6)
 
     def leave_out(members: StepGroups, told: LeaveOut) -> GradientReducer:
         nonlocal since
@@ -367,7 +367,7 @@ def left_out_for(steps: int, act: Callable[[], object]) -> Callable[[], None]:
         if since == steps:
             act()
 
-    StepGroups.leave_out = leave_out  # type: ignore[method-assign]
+    StepGroups.exclude = leave_out  # type: ignore[method-assign]
     return visit
 
 

@@ -159,7 +159,7 @@ PLACES: dict[str, Place] = {
     "saving": (after, CheckpointStore, "begin"),
     "writing": (before, writer, "_write_part"),
     "agreed": (after, UserCollectives, "barrier"),
-    "sharing copies": (before, model_copies, "_average"),
+    "sharing copies": (before, model_copies, "average"),
 }
 EVENTS: dict[str, type] = {
     "closed": WindowClosed,

@@ -65,7 +65,7 @@ def test_a_failure_names_contender_and_rank(monkeypatch: pytest.MonkeyPatch) -> 
     spec = ContenderSpec(kind="solo", samples=32)
     with pytest.raises(
         RemoteRankError,
-        match=r"(?s)ddp failed: ranks \[1\].*: rank 1 ended\n.*output of rank 1.*no text",
+        match=r"(?s)ddp failed: ranks \[1\].*: rank 1 ended\n.*of rank 1.*no text",
     ) as caught:
         run_contender("ddp", spec, DEVICES)
     assert caught.value.failed_rank == 1

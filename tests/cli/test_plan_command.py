@@ -230,7 +230,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
             "[[layer]]\ntimes_s = { gpu = [1, 1, 1] }\n" + DEVICE,
             "has times for devices of kind 'gpu', none for ''",
         ),
-        (LAYER + DEVICE + "flops_per_s = 1", "flops_per_s goes with [gpt]"),
+        (LAYER + DEVICE + "flops_per_s = 1", "expected flops_per_s beside [gpt]"),
         (
             LAYER + DEVICE + "speed = 0",
             "[[device]] 0: device a: expected a speed above",

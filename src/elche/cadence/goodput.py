@@ -225,7 +225,7 @@ class Fleet:
         return self._rates[size - 1] / self._fastest
 
     def _sync(self, size: int) -> Prediction:
-        """Predicts a step: its longest share, plus the visible reduction."""
+        """Predicts a step's time: the slowest share, plus the exposed reduction."""
         cluster = self._cluster
         is_free = self._drops and 0 in self.ranks[:size]
         step_s = max(self._sync_step_s(size), 0.0 if is_free else self._idle_s[size])

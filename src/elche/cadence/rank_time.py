@@ -33,9 +33,9 @@ KNEE_PENALTY = 3.5
 MOST_EVIDENCE = 20.0
 """Cap on the evidence for a shape, so that a change of shape is detected."""
 FADING = 0.998
-"""Decay factor per report of older evidence, so that a wrong shape is tried again."""
+"""Decay of older evidence at each report, so that a rejected shape is tried again."""
 TEMPER = 0.25
-"""Factor on a squared deviation; 0.5 is right for independent steps."""
+"""Factor on a squared deviation; 0.5 would be right if steps were independent."""
 MOST_DEVIATIONS = 4.0
 """Most standard deviations that one step counts as evidence."""
 USUAL_NOISE = 0.2

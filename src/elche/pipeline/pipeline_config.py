@@ -161,8 +161,8 @@ def pipeline_config(
     if "weight_of" in options:
         raise ConfigError(
             "weight_of= is not for pipelines, which weight microbatches and replicas "
-            "by samples; with loss_reduction='sum' losses and gradients are summed "
-            "unweighted: divide the sum in loss_fn by the weight of the whole step"
+            "by samples; for other weights pass loss_reduction='sum', which adds "
+            "losses and gradients, and divide in loss_fn by the whole step's weight"
         )
     try:
         return PipelineConfig(**options)

@@ -18,21 +18,21 @@ from elche.session.process import needed, process
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:
-    """Logs a number of the current batch; its means are in the metrics.
+    """Logs a number measured on the current batch; its means are in the metrics.
 
     The value is weighted by the samples of this rank's batch, or by ``weight_of``, so
-    the mean over ranks is that over samples. A tensor may be on any device and nothing
-    waits for it: what the device has not computed when a window ends counts in a later
-    window of the epoch. Outside the loop over the loader nothing is logged, so a loss
-    function that logs may be used for evaluation as well.
+    the mean over ranks equals the mean over samples. A tensor may be on any device and
+    nothing waits for it: what the device has not computed when a window ends counts in
+    a later window of the epoch. Outside the loop over the loader nothing is logged, so
+    a loss function that logs may be used for evaluation as well.
 
     Args:
         name: name of the scalar.
         value: a real number, or a tensor that holds one.
 
     Raises:
-        ConfigError: there is no run yet, the name is invalid, or the value no real
-            scalar.
+        ConfigError: there is no run yet, the name is invalid, or the value is not a
+            real scalar.
     """
     view = needed(current_metrics(), "log_scalar")
     if name in view.reserved:

@@ -41,10 +41,10 @@ def evaluate(
         model.eval()
         loss = elche.evaluate(lambda b: F.cross_entropy(model(b[0]), b[1]), test_loader)
 
-    Ranks divide the batches by their speed in the last evaluation, or else in training.
-    The batches are those of one device, and the mean is rounded once, so the division
-    does not change it. Every rank must call it: between epochs, or inside the loop
-    under ``sync``.
+    Each rank takes as many batches as its speed in the last evaluation, or else in
+    training, allows. The batches are those that one device would have, and the mean is
+    rounded once, so it does not depend on who takes which. Every rank must call it:
+    between epochs, or inside the loop under ``sync``.
 
     Args:
         step: called without gradient with each batch, on this rank's device; returns

@@ -41,8 +41,8 @@ from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 
 Look = Callable[[Any, dict[int, int]], None]
-"""Receives the step's label, and the number of gradients in the pass by parameter
-index, in order of the first gradients."""
+"""Receives the step's label, and the number of gradients in the pass of each parameter
+index. The dictionary is in order of each parameter's first gradient."""
 
 
 @final

@@ -153,7 +153,9 @@ class EpochLedger:
         holding.trained.clear()
 
     def stage(self) -> int:
-        """Moves all closed batches into the starting reduction; returns their samples.
+        """Moves all closed batches into the reduction that now begins.
+
+        Returns their samples.
 
         Raises:
             TransitionError: the last reduction has not been committed.

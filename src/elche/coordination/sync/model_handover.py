@@ -46,7 +46,7 @@ class ModelHandover:
             each.discard(rank)
 
     def await_steps(self, members: Set[int]) -> None:
-        """Waits for members to run their begun steps, since ranks have died."""
+        """After deaths: waits until members have run the steps that any has begun."""
         self.adopting = {*members} - self.ready - self.behind
         self.ready.clear()
         self._is_instructed = False

@@ -18,12 +18,13 @@ from elche.coordination.windows.reductions import Reduction
 from elche.coordination.windows.window_book import Part
 
 WAIT_TOLERANCE = 0.01
-"""Fraction of a window that ranks may wait for each other without lengthening it."""
+"""Waits of ranks up to this fraction of a window do not lengthen the next windows."""
 PATIENT_BATCHES = 12.0
 """Patience for an overlapped average, in batches of the slowest rank.
 
-The average may arrive until the end of the next window, or by this much later if that
-is more. So one long batch of a rank does not delay the others at once.
+The average may arrive until the end of the next window, or until this many batches
+after the end of its own window, whichever is later. So one long batch of a rank does
+not delay the others at once.
 """
 REDUCTIONS_KEPT = 3
 """Number of latest overlapped reductions in the median time."""

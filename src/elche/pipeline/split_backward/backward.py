@@ -173,7 +173,8 @@ class StageBackward:
         flight = self._flight(microbatch)
         if flight.input_is_done:
             raise ProtocolError(
-                f"stage {self.stage.index}: microbatch {microbatch} had a backward"
+                f"stage {self.stage.index}: the backward of microbatch {microbatch} "
+                "has already run"
             )
         flight.input_is_done = True
         if self._own is not None:

@@ -135,8 +135,8 @@ class _Split:
     """Replacement forward of a split module; `types.MethodType` binds it.
 
     Args:
-        module: the module. A copy made meanwhile runs its plain forward.
-        forward: deferring forward of its type.
+        module: the module. A copy made while it is split runs the plain forward.
+        forward: forward for the module's type that defers gradients of weights.
         weights: its parameters by their places.
     """
 

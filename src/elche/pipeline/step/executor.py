@@ -124,9 +124,9 @@ class Executor:
         """Runs actions, except those of microbatches without samples in this step.
 
         The remaining actions keep their order, and sends are dropped together with
-        their receives, so this cannot deadlock if the whole does not. Stages are
-        reported complete at
-        the same positions: replicas sum in that order.
+        their receives, so they cannot deadlock if the complete list does not. Stages
+        are reported complete at their positions in the complete list, in whose order
+        replicas sum.
         """
         self.trace = []
         count = run.given.microbatches

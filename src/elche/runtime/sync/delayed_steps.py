@@ -26,10 +26,10 @@ from elche.comm.gradients.reducer import GradientReducer
 
 @final
 class DelayedSteps:
-    """Keeps the model's own parameters while the loop's are ahead of them.
+    """Keeps the last step's parameters while the loop computes with predicted ones.
 
     Args:
-        update: clips and steps by ``p.grad``, and drops it.
+        update: clips ``p.grad``, steps the optimizer with it, and drops it.
     """
 
     def __init__(self, update: Callable[[], None]) -> None:

@@ -192,8 +192,8 @@ class ModelCopies:
             logger.warning(
                 "other ranks have updated an AveragedModel in this epoch, and this "
                 "one has not: updates follow only the batches of ranks whose loops "
-                "call update_parameters, so call it on every rank; where policy "
-                "'auto' may leave a rank out, pass it: elche.setup(..., copies=[...])"
+                "call update_parameters, so call it on every rank; if policy 'auto' "
+                "may exclude a rank, pass the copy to elche.setup(..., copies=[...])"
             )
 
     def _puts_off(self, copy: AveragedModel, model: nn.Module) -> bool:

@@ -24,8 +24,8 @@ class WindowSync(ABC):
     takes_steps = True
     """True while optimizers may step; summed gradients allow the end's step alone."""
     has_moved = True
-    """False if the last window's update is known to be empty: gradients still wait.
-    Read only after a non-finite update."""
+    """False if the last window's update is known to be zero: all gradients still wait
+    for an optimizer step. It is checked only after a non-finite update."""
 
     @property
     @abstractmethod

@@ -140,7 +140,8 @@ def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
         where = f"[[device]] {index}"
         if ("flops_per_s" in table) != ("gpt" in raw):
             raise ConfigError(
-                f"{where}: flops_per_s goes with [gpt], speed and kind with [[layer]]"
+                f"{where}: expected flops_per_s beside [gpt], or speed and kind beside "
+                "[[layer]]"
             )
         # With [gpt] layer times are operation counts, and a device's speed its rate.
         rate = number(table, "flops_per_s", where, 1.0)

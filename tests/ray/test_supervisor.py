@@ -68,7 +68,7 @@ def test_a_rank_without_room_is_named_while_it_waits_and_when_it_gives_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = elche.ray.RankSpec(label_selector={"kind": "late"})
-    made: Any = Mock(_places=[(spec, None, 0)], results={})
+    made: Any = Mock(_places=[(spec, None)], results={})
     made._job.start_s, made._config.world_size = 0.05, 1
     monkeypatch.setattr(ray_ranks, "SAY_S", 0.0)
 
@@ -77,8 +77,8 @@ def test_a_rank_without_room_is_named_while_it_waits_and_when_it_gives_up(
         return await RayRanks._run(made, Mock(trouble=""), 0, 0, {})
 
     assert asyncio.run(waits()) == 1
-    lacks = "no node has {'CPU': 1.0} free, with labels {'kind': 'late'}"
-    assert f"rank 0 waits: {lacks}" in caplog.messages
+    lacks = "a node with {'CPU': 1.0} free and labels {'kind': 'late'}"
+    assert f"rank 0 waits for {lacks}" in caplog.messages
     assert pickle.loads(made.results[0])[1].endswith(lacks)
     made._drop.assert_called_once_with(0)
 

@@ -14,7 +14,11 @@ from typing import Any, Final, final
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+)
 from ray.util.placement_group import remove_placement_group as remove_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -31,6 +35,8 @@ FENCE_S: Final = 1.0
 
 A rank that cannot reach the coordinator ends itself soon after; see `UNREACHABLE_S`.
 """
+LOOK_S: Final = 0.2
+"""Poll interval (s) while a node lacks room for one of the first ranks."""
 AGAIN_S: Final = 1.0
 """Pause (s) before another actor is requested."""
 SAY_S: Final = 10.0
@@ -56,28 +62,20 @@ class RayRanks:
     ) -> None:
         self.pipe = -1
         self._config, self._job = config, job
-        self._groups: list[PlacementGroup] = []
         self._hosts: dict[int, Any] = {}
         self._processes: list[RayProcess] = []
         self.results: dict[int, bytes] = {}
-        self._places = self._reserve(*specs)
-
-    def _reserve(self, *specs: RankSpec) -> list[tuple[RankSpec, PlacementGroup, int]]:
-        """Requests bundles on nodes in one placement group."""
-        bundles = [dict(spec.resources) for spec in specs]
-        labels = [dict(spec.label_selector) for spec in specs]
-        group = placement_group(bundles, bundle_label_selector=labels)
-        self._groups.append(group)
-        return [(spec, group, number) for number, spec in enumerate(specs)]
+        self._places = [*map(_reserve, specs)]
 
     def add(self, spec: RankSpec) -> int:
         """Adds a place; returns its number."""
-        self._places += self._reserve(spec)
+        self._places.append(_reserve(spec))
         return len(self._places) - 1
 
     def move(self, place: int, spec: RankSpec) -> None:
         """Moves a place to another node: a rank that waits there starts on it."""
-        (self._places[place],) = self._reserve(spec)
+        remove_group(self._places[place][1])
+        self._places[place] = _reserve(spec)
         self._drop(place)
 
     def listen(self) -> socket.socket:
@@ -108,7 +106,7 @@ class RayRanks:
         )
         try:
             is_first = rank < self._config.world_size
-            starting = self._begin(process, place, environment)
+            starting = self._begin(process, place, environment, is_first)
             await asyncio.wait_for(starting, start_s if is_first else None)
             saying.cancel()
             code, self.results[rank] = await process.host.wait.remote()
@@ -132,9 +130,15 @@ class RayRanks:
         return 1
 
     async def _begin(
-        self, process: RayProcess, place: int, environment: dict[str, str]
+        self,
+        process: RayProcess,
+        place: int,
+        environment: dict[str, str],
+        is_first: bool,
     ) -> None:
-        """Starts a process as soon as a node has room for it."""
+        """Starts a process as soon as a node has room; the first ones together."""
+        while is_first and not self._have_room():
+            await asyncio.sleep(LOOK_S)
         command, call = self._config.command, self._job.call
         while not process.has_started:
             host = process.host = self._host(place)
@@ -148,6 +152,12 @@ class RayRanks:
                 logger.info("%s", process.trouble)
                 self._drop(place)
                 await asyncio.sleep(AGAIN_S)
+
+    def _have_room(self) -> bool:
+        """True if nodes have room for all places."""
+        found = placement_group_table()
+        ids = [group.id.hex() for _, group in self._places]
+        return all(found[each]["state"] == "CREATED" for each in ids)
 
     async def fence(self, process: RankProcess) -> None:
         """See `RankBackend`; a node that does not confirm the kill counts as dead."""
@@ -167,12 +177,12 @@ class RayRanks:
     def _host(self, place: int) -> Any:
         """Returns the actor of a place; Ray starts it when a node has room."""
         if place not in self._hosts:
-            spec, group, bundle = self._places[place]
+            spec, group = self._places[place]
             named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
             options: dict[str, Any] = {"num_cpus": 0}
             options |= {named[k]: v for k, v in spec.resources.items() if k in named}
             rest = {k: v for k, v in spec.resources.items() if k not in named}
-            where = PlacementGroupSchedulingStrategy(group, bundle)
+            where = PlacementGroupSchedulingStrategy(group)
             self._hosts[place] = (
                 ray.remote(RankHost)
                 .options(**options, resources=rest, scheduling_strategy=where)
@@ -191,8 +201,14 @@ class RayRanks:
         """See `RankBackend`."""
         for place in list(self._hosts):
             self._drop(place)
-        for group in self._groups:
+        for _, group in self._places:
             remove_group(group)
+
+
+def _reserve(spec: RankSpec) -> tuple[RankSpec, PlacementGroup]:
+    """Requests room for a rank: a placement group of its own outlives other nodes."""
+    labels = [dict(spec.label_selector)]
+    return spec, placement_group([dict(spec.resources)], bundle_label_selector=labels)
 
 
 @final

@@ -393,7 +393,7 @@ TOO_EARLY = "RemoteRankError: rank 2 is gone: .*before the first epoch has begun
     ("meeting", "place", "says"),
     [
         pytest.param("copies", "sharing copies", OUTSIDE, marks=pytest.mark.slow),
-        pytest.param("resume", "meeting", TOO_EARLY, marks=pytest.mark.slow),
+        pytest.param("resume", "agreed", TOO_EARLY, marks=pytest.mark.slow),
         ("barrier", "setup", TOO_EARLY),
     ],
     ids=["sharing copies", "resuming", "before any epoch"],

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 import tests.harness.uncompiled  # noqa: F401 - starts faster
+from elche.config import DebugConfig
 from elche.runtime.run import Run
 from elche.session.process import current_run
 from tests import device as test_device
@@ -29,7 +30,12 @@ def main(policy: Any, folder: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     model, optimizer, batches = elche.setup(
-        model, optimizer, loader, policy=policy, epochs=EPOCHS
+        model,
+        optimizer,
+        loader,
+        policy=policy,
+        epochs=EPOCHS,
+        debug=DebugConfig(deterministic=policy != "sync"),
     )
     samples = 0
     for _ in range(EPOCHS):
@@ -40,12 +46,9 @@ def main(policy: Any, folder: str) -> None:
             samples += len(x)
     run = current_run()
     transport = run.worker.group.transport if isinstance(run, Run) else "none"
-    with torch.no_grad():
-        loss = (model.cpu()(inputs) - data[:][1]).square().mean()
     found = {
         "transport": transport,
         "samples": samples,
-        "loss": loss.item(),
         "parameters": [
             each.detach().cpu().flatten().tolist() for each in model.parameters()
         ],

@@ -29,7 +29,7 @@ def kind() -> str:
 
 
 def vendor_kind() -> str:
-    """As :func:`kind`, but ``rocm`` for AMD's devices; "" if torch can use none."""
+    """Type of the usable accelerators, ``rocm`` for AMD's; "" if torch can use none."""
     if not usable_count():
         return ""
     return "rocm" if kind() == NVIDIA and torch.version.hip else kind()
@@ -41,7 +41,7 @@ def count() -> int:
 
 
 def usable_count() -> int:
-    """As :func:`count`; 0 if torch cannot use them, as with a driver that is too old.
+    """Number of accelerators that torch can use: 0 with a driver that is too old.
 
     A fork of this process may not use CUDA afterwards.
     """

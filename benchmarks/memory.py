@@ -2,8 +2,8 @@
 
 Two CPU ranks train 20 M parameters with AdamW. At the end of a step, where gradients
 are, each reads its proportional set size, in which memory that ranks share is divided
-among them: as it is, and without what malloc holds free (`malloc_trim`), which differs
-by half a model from run to run. What a contender holds beyond plain training is given
+among them: as it is in the first half of the steps, and without what malloc holds free
+(`malloc_trim`), which differs by half a model from run to run, in the second. What a contender holds beyond plain training is given
 in copies of the model, and beside it what it says itself that reductions hold.
 A contender is a policy, with `-gloo` not in shared memory, and with a codec's name.
 
@@ -80,7 +80,7 @@ def measured(contender: str, steps: int) -> list[list[float]]:
 
 
 def train(contender: str, steps: int) -> None:
-    """One rank; prints what it holds in the last batch that it gets."""
+    """One rank; prints what it holds in the last batch of each half."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
     model: nn.Module = nn.Sequential(*layers)
@@ -108,14 +108,17 @@ def train(contender: str, steps: int) -> None:
             model, optimizer, loader = elche.setup(
                 model, optimizer, loader, epochs=1, policy=policy, **options
             )
-    held: list[float] = []
+    held: list[float] = [0.0, 0.0, model_bytes]
     said = 0
-    for (x,) in loader:
+    for step, (x,) in enumerate(loader):
         optimizer.zero_grad()
         F.mse_loss(model(x), x).backward()
         optimizer.step()
-        held = [pss_bytes(), 0.0, model_bytes]
-    held[1] = live_bytes()
+        if step < steps // 2:
+            held[0] = pss_bytes()
+        else:  # what it gives back would be missing from the other figure
+            held[1] = live_bytes()
+    assert held[1], f"a rank had fewer than {steps // 2} batches: more --steps"
     if contender not in ("plain", "ddp", "elche-ddp"):
         said = elche.summary().reduction_bytes
     held.append(said)

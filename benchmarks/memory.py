@@ -71,7 +71,7 @@ def measured(contender: str, steps: int) -> list[list[float]]:
         timeout=300,
         check=False,
     )
-    found = re.findall(r"^HELD (.*)$", done.stdout, re.MULTILINE)
+    found = re.findall(r"HELD (\[.*?\])", done.stdout)  # lines may be torn
     if done.returncode or len(found) < 2:
         sys.exit(f"{contender}: {done.stdout}\n{done.stderr}")
     said = re.findall(r"^elche: 2 dev.*\n", done.stderr, re.MULTILINE)

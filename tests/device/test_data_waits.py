@@ -94,7 +94,7 @@ def test_sources_are_kept_until_they_are_copied(device: torch.device) -> None:
         for _ in range(5):
             take(ahead)
         kept = len(ahead._being_read)
-    assert kept == 5
+    assert kept == 3  # two of the five had been copied before
     torch.accelerator.synchronize()
     take(ahead)
     assert len(ahead._being_read) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -89,6 +90,17 @@ def test_messages_pass_beside_the_computation(ends: list[Any]) -> None:
             first.send(TO, Message((values,)), TIMEOUT_S)
         (found,) = second.receive(FROM, TIMEOUT_S).tensors
     assert float(found.sum()) == ELEMENTS
+
+
+def test_memory_of_messages_is_freed(ends: list[Any]) -> None:
+    first, second = ends
+    before = [torch.accelerator.memory_allocated(each) for each in DEVICES]
+    first.send(TO, Message((torch.ones(ELEMENTS, device=DEVICES[0]),)), TIMEOUT_S)
+    second.receive(FROM, TIMEOUT_S)
+    until_s = time.monotonic() + TIMEOUT_S
+    while [torch.accelerator.memory_allocated(each) for each in DEVICES] != before:
+        assert time.monotonic() < until_s, "the threads keep the tensors"
+        time.sleep(0.001)
 
 
 def averaged(kind: Any, devices: list[str]) -> list[dict[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ from tests.device import build
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 TESTS = sorted(Path(__file__).parent.glob("test_*_waits.py"))
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 """Deadline of one run of the tests; a missing wait may also hang."""
 WAITS = {
     "wait_event": "None",
@@ -38,6 +38,10 @@ WAITS = {
 """Calls that wait for a device or poll it, and what stands for each in a mutant."""
 CONTEXT = "beside"
 """`with beside(stream):` orders work behind another stream's."""
+WORKS = ("comm", "transport")
+"""Room in whose `device*.py` a `wait` waits for the work of a device's own backend."""
+WRAPPER_STATEMENTS = 8
+"""Most statements of a function whose calls count as waits themselves."""
 NO_CONTEXT = "__import__('contextlib').nullcontext()"
 RUN = "import sys, elche, pytest; print(elche.__file__); sys.exit(pytest.main())"
 
@@ -59,47 +63,81 @@ class Mutant:
     source: str
 
 
-def find_mutants() -> Iterator[Mutant]:
+def find_mutants() -> list[Mutant]:
     """Every mutant of the package."""
-    for path in sorted(SOURCES.rglob("*.py")):
-        source = path.read_text()
-        lines = source.splitlines(keepends=True)
-        # Positions of ast count bytes of UTF-8.
-        starts = [0]
-        for line in lines:
-            starts.append(starts[-1] + len(line.encode()))
-        for node, replacement in find_waits(ast.parse(source)):
-            assert node.end_lineno is not None
-            assert node.end_col_offset is not None
-            start = starts[node.lineno - 1] + node.col_offset
-            end = starts[node.end_lineno - 1] + node.end_col_offset
-            whole = source.encode()
-            changed = whole[:start] + replacement.encode() + whole[end:]
-            name = path.relative_to(SOURCES)
-            yield Mutant(name, node.lineno, ast.unparse(node), changed.decode())
+    sources = {path: path.read_text() for path in sorted(SOURCES.rglob("*.py"))}
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    wrappers = find_wrappers(list(trees.values()))
+    found = []
+    for path, tree in trees.items():
+        name = path.relative_to(SOURCES)
+        has_works = path.parts[-3:-1] == WORKS and path.name.startswith("device")
+        waits = WAITS | ({"wait": "None"} if has_works else {})
+        for node, replacement in find_waits(tree, waits, wrappers):
+            changed = replaced(sources[path], node, replacement)
+            found.append(Mutant(name, node.lineno, ast.unparse(node), changed))
+    return sorted(found, key=lambda each: (each.path, each.line))
 
 
-def find_waits(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Waits of a file in order, each with the expression that replaces it."""
+def find_wrappers(trees: list[ast.Module]) -> set[str]:
+    """Names of short functions that wait, whichever function of that name is called."""
+    found: dict[str, list[set[str]]] = {}
+    for node in (each for tree in trees for each in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef):
+            body = [each for each in ast.walk(node) if isinstance(each, ast.stmt)]
+            calls = {_statement(each) for each in body} & {*WAITS, node.name}
+            is_short = len(body) <= WRAPPER_STATEMENTS
+            found.setdefault(node.name, []).append(calls if is_short else set())
+    return {
+        name
+        for name, calls in found.items()
+        if name not in WAITS and all(calls) and set().union(*calls) & WAITS.keys()
+    }
+
+
+def find_waits(
+    tree: ast.Module, waits: dict[str, str], wrappers: set[str]
+) -> Iterator[tuple[ast.expr, str]]:
+    """Waits of a file, each with the expression that replaces it."""
     called = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Expr) and _statement(node) in wrappers:
+            yield node.value, "None"
+        elif isinstance(node, ast.Call):
             called.add(node.func)
-            if replacement := WAITS.get(_name(node.func)):
+            if replacement := waits.get(_name(node.func)):
                 yield node, replacement
         elif isinstance(node, ast.Attribute) and node.attr == "query":
             if node not in called:  # a poll that another function calls
                 yield node, "(lambda: True)"
         elif isinstance(node, ast.With):
-            for item in node.items:
-                context = item.context_expr
+            for context in (item.context_expr for item in node.items):
                 is_call = isinstance(context, ast.Call)
                 name = _name(context.func if is_call else context)
                 if name == CONTEXT or name.endswith("stream"):
                     yield context, NO_CONTEXT
 
 
+def replaced(source: str, node: ast.expr, replacement: str) -> str:
+    """The source with another expression in the place of a node."""
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    # The columns of ast count bytes of UTF-8.
+    lines = [line.encode() for line in source.splitlines(keepends=True)]
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
+    whole = b"".join(lines)
+    return (whole[:start] + replacement.encode() + whole[end:]).decode()
+
+
+def _statement(node: ast.stmt) -> str:
+    """Name of the function that a statement calls, "" if it is another statement."""
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return _name(node.value.func) if is_call else ""
+
+
 def _name(called: ast.expr) -> str:
+    """Name of a function or value, without that of its owner."""
     return getattr(called, "attr", getattr(called, "id", ""))
 
 
@@ -127,7 +165,8 @@ def failing_test(folder: Path) -> str | None:
         raise RuntimeError(f"the tests did not run:\n{done.stdout}{done.stderr}")
     if done.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) \S*::(.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    red = re.compile(r"^(?:FAILED|ERROR) \S*::(.+?)(?: - |$)", re.MULTILINE)
+    found = red.search(done.stdout)
     return found.group(1) if found else f"ended with {done.returncode}"
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.transport.device_group import DeviceGroup, sum_of_ranks
 from elche.comm.transport.device_messages import (
     DeviceMessages,
     SideStream,
@@ -24,6 +25,7 @@ from elche.comm.transport.device_messages import (
 )
 from elche.comm.transport.messages import Address, Message
 from elche.devices.backends import form_group
+from elche.errors import CommunicationError
 from tests.comm.averaging.test_averaging import Net, close, copied, plan_for, train
 from tests.comm.thread_group import on_ranks
 from tests.comm.transport.thread_link import transports
@@ -33,7 +35,21 @@ TIMEOUT_S = 20.0
 ELEMENTS = 10_000
 WHAT = "a message"
 TO, FROM = Address(1, 1, WHAT), Address(0, 1, WHAT)
+T = TypeVar("T")
 DEVICES = [f"{NAME}:0", f"{NAME}:1"]
+
+
+def on_both(act: Callable[[int], T]) -> list[T]:
+    """Results of both ranks, which are threads."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(act, range(2)))
+
+
+def until(is_over: Callable[[], bool], what: str = WHAT) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not is_over():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -50,8 +66,7 @@ def ends(device: torch.device) -> Iterator[list[Any]]:
         return DeviceMessages(ways, rank, partners, place, SideStream(place))
 
     made = transports(2, is_connected=False)
-    with ThreadPoolExecutor(2) as pool:
-        devices = list(pool.map(messages, range(2)))
+    devices = on_both(messages)
     for end, each in zip(made, devices, strict=True):
         end.connect({}, each)
     yield made
@@ -97,10 +112,48 @@ def test_memory_of_messages_is_freed(ends: list[Any]) -> None:
     before = [torch.accelerator.memory_allocated(each) for each in DEVICES]
     first.send(TO, Message((torch.ones(ELEMENTS, device=DEVICES[0]),)), TIMEOUT_S)
     second.receive(FROM, TIMEOUT_S)
-    until_s = time.monotonic() + TIMEOUT_S
-    while [torch.accelerator.memory_allocated(each) for each in DEVICES] != before:
-        assert time.monotonic() < until_s, "the threads keep the tensors"
-        time.sleep(0.001)
+    until(
+        lambda: [torch.accelerator.memory_allocated(each) for each in DEVICES] == before
+    )
+
+
+def test_transfers_that_fail_raise(ends: list[Any]) -> None:
+    devices = ends[1].devices
+    _, works = devices.receive([torch.ones(3)], 0)
+    devices.ways.abort()
+    until(lambda: all(each.is_completed() for each in works))
+    with pytest.raises(RuntimeError, match="aborted"):
+        devices.finish(works)
+
+
+def test_trial_raises_what_a_send_does() -> None:
+    def wait() -> None:
+        raise RuntimeError("not sent")
+
+    way = SimpleNamespace(send=lambda *_: SimpleNamespace(wait=wait))
+    here: Any = SimpleNamespace(rank=0)
+    with pytest.raises(RuntimeError, match="not sent"):
+        trial({1})(TwoWays(way, way), here, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("delayed")
+def test_sums_are_complete_or_raise() -> None:
+    store, deadline = dist.HashStore(), timedelta(seconds=TIMEOUT_S)
+
+    def form(rank: int) -> DeviceGroup:
+        place = torch.device(DEVICES[rank])
+        made = form_group(place, store, rank, 2, deadline)
+        here: Any = SimpleNamespace(rank=rank, world_size=2, wait_until=until)
+        assert not sum_of_ranks(made, here, place)
+        return DeviceGroup(made, here, None, NAME)
+
+    groups = on_both(form)
+    alone = groups[0].all_reduce_async(torch.ones(3, device=DEVICES[0]))
+    groups[0].made.abort()
+    with pytest.raises(CommunicationError, match="aborted"):
+        alone.wait()
+    for each in groups:
+        each.close()
 
 
 def averaged(kind: Any, devices: list[str]) -> list[dict[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ TOLERANCE = 1e-12
 
 
 class HostStage:
-    """A stage as of a device, in this process; tests/device has one whose copies lag."""
+    """A stage as of a device, in this process; that of tests/device has late copies."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         numel = sum(tensor.numel() for tensor in tensors)

@@ -39,3 +39,11 @@ def device() -> Iterator[torch.device]:
         test_device.set_speed(each, 0.0)
         test_device.set_memory_bytes(each, MEMORY_BYTES)
         torch.accelerator.synchronize(each)
+
+
+@pytest.fixture(params=["none", "copies late", "compute late", "random"])
+def delayed(request: pytest.FixtureRequest, device: torch.device) -> Iterator[str]:
+    """Kernels are late, by up to a millisecond, in each pattern in turn."""
+    pattern: str = request.param
+    with test_device.delays(pattern, 1000, seed=7 if pattern == "random" else 0):
+        yield pattern

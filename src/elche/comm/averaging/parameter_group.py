@@ -54,7 +54,7 @@ class ParameterGroup(ParameterMemory):
     def fill(self, weight: float) -> bool:
         """Writes weight × (θ_k − θ_r) to the next overlapped message; zeros for 0.
 
-        Training may continue afterwards. Waits for the copy from a CUDA device.
+        Training may continue afterwards. Waits for the copy from an accelerator.
 
         Returns:
             True if all of θ_r is finite.
@@ -68,7 +68,6 @@ class ParameterGroup(ParameterMemory):
         is_kept |= weight == 0.0 and isinstance(self.exchange, CodedExchange)
         drift = message if is_kept and not layout.is_staged else self._own
         layout.fetch(drift)
-        layout.settle()
         for index, part in enumerate(drift.parts):
             layout.subtract(index, self._base, drift)
             total += float(part.sum().abs())
@@ -93,7 +92,6 @@ class ParameterGroup(ParameterMemory):
         """Begins the sum of weight × (θ_k − θ_r) for the current parameters."""
         layout = self._layout
         layout.fetch(self._own)
-        layout.settle()
         for index in range(len(layout.segments)):
             own = self._own.parts[index]
             layout.read(index, self._own)

@@ -126,7 +126,6 @@ class ParameterMemory:
             self._lay_out()
             self._lay_messages()
         self._layout.fetch(self._base)
-        self._layout.settle()
         for index in range(len(self._layout.segments)):
             self._layout.read(index, self._base)
 

@@ -7,7 +7,7 @@ operations on a segment run before the next segment. Segment boundaries depend o
 shapes and memory formats, so rounding is the same on all ranks.
 
 Tensors of one accelerator pass through a flat tensor there and pinned host memory, in a
-few large copies on a separate stream. All arithmetic runs on the host, so ranks on any
+few large copies. All arithmetic runs on the host, so ranks on any
 device get the same bits.
 """
 
@@ -147,14 +147,9 @@ class FlatLayout:
         return FlatImage(flat, parts, self._shaped(parts))
 
     def fetch(self, image: FlatImage) -> None:
-        """Starts copying staged tensors into an image; see :meth:`settle`."""
+        """Copies staged tensors into an image; waits for the device."""
         if self._stage is not None:
             self._stage.fetch(self.tensors, image.flat)
-
-    def settle(self) -> None:
-        """Waits for the copy started by :meth:`fetch`."""
-        if self._stage is not None:
-            self._stage.settle()
 
     def read(self, index: int, image: FlatImage) -> None:
         """Copies a segment's tensors into an image, unless they are staged."""
@@ -218,19 +213,15 @@ class FlatLayout:
 class DeviceStage:
     """A flat device tensor that stages copies between tensors and pinned host memory.
 
-    Copies between device and host run in order on a separate stream, which is
-    synchronized with the user's stream on the device, without blocking the host.
+    All copies run in order on the caller's stream.
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
         numel = sum(tensor.numel() for tensor in tensors)
-        self._device = device
         self._flat = torch.empty(numel, dtype=dtype, device=device)
         self._views = shaped(self._flat, tensors)
-        self._stream = torch.Stream(device)
-        self._fetched = torch.Event(device)
 
     @staticmethod
     def for_tensors(
@@ -244,29 +235,20 @@ class DeviceStage:
 
     def host_memory(self) -> torch.Tensor:
         """Allocates pinned memory of the same size."""
-        return streams.host_memory(self._flat.shape, self._flat.dtype, self._device)
+        flat = self._flat
+        return streams.host_memory(flat.shape, flat.dtype, flat.device)
 
     def fetch(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
-        """Starts copying the tensors' current values into pinned memory."""
-        current = streams.current_stream(self._device)
-        current.wait_stream(self._stream)
+        """Copies the tensors' current values into pinned memory; waits for them."""
         foreach_copy_(self._views, list(tensors))
-        self._stream.wait_stream(current)
-        with streams.beside(self._stream):
-            host.copy_(self._flat, non_blocking=True)
-            self._fetched.record(self._stream)
-
-    def settle(self) -> None:
-        """Waits for the last copy and all copies before it."""
-        self._fetched.synchronize()
+        host.copy_(self._flat)
 
     def put(self, host: torch.Tensor) -> list[torch.Tensor]:
-        """Copies pinned memory to the device; returns a view per tensor there."""
-        current = streams.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with streams.beside(self._stream):
-            self._flat.copy_(host, non_blocking=True)
-        current.wait_stream(self._stream)
+        """Starts copying pinned memory to the device; returns a view per tensor there.
+
+        The memory may be changed after the next :meth:`fetch`, not before.
+        """
+        self._flat.copy_(host, non_blocking=True)
         return self._views
 
 

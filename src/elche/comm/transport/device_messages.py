@@ -154,9 +154,8 @@ class DeviceMessages:
 
     def finish(self, works: Sequence[Any]) -> None:
         """Raises the errors of completed transfers."""
-        with self.stream.beside():  # orders only the side stream behind NCCL's
-            for work in works:
-                work.wait()
+        for work in works:
+            work.wait()
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

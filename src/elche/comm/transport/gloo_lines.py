@@ -197,6 +197,7 @@ class GlooLine:
             with mailbox.lock:
                 keep(carried)
                 mailbox.changed.notify_all()
+            del carry, carried  # they hold the message's tensors
 
     def _has_left(self, _: None) -> None:
         if self.pending:

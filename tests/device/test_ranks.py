@@ -63,11 +63,25 @@ def test_two_devices_train_as_cpus(
         assert one == pytest.approx(other, abs=2e-5)
 
 
-def test_stages_on_two_devices_equal_one(tmp_path: Path) -> None:
-    # Both directions are under way at once, each by a communicator of its own. On a
-    # device that runs one collective at a time, as NCCL may have it, they hang.
-    for each in run(tmp_path, TWO, "pipes.py", TEST_DEVICE_COLLECTIVES="2"):
+@pytest.mark.parametrize(
+    ("devices", "schedule", "costs"),
+    [
+        ("tdev:1", "1f1b", ""),
+        (TWO, "1f1b", "measure"),
+        ("tdev:0,tdev:1,tdev:2", "interleaved-1f1b", ""),  # ranks send in a circle
+    ],
+)
+def test_stages_on_devices_equal_one(
+    tmp_path: Path, devices: str, schedule: str, costs: str
+) -> None:
+    # The device runs one collective at a time, as NCCL may have it.
+    count = devices.count(",") + 1
+    environment = {"TEST_DEVICE_COUNT": str(max(2, count))}
+    found = run(tmp_path, devices, "pipes.py", schedule, costs, **environment)
+    assert len(found) == count
+    for each, device in zip(found, devices.split(","), strict=True):
         assert each["found"] == pytest.approx(each["expected"], rel=1e-5)
+        assert {*each["devices"]} == {device}
 
 
 @pytest.mark.parametrize("kind", ["elche", "torch"])

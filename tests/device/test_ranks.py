@@ -102,7 +102,7 @@ def test_shares_follow_the_speed(tmp_path: Path, on_cpu: Any, devices: str) -> N
     policy, expected = on_cpu
     found = run(
         tmp_path, devices, "trains.py", policy, "timed",
-        TEST_DEVICE_ELEMENT_NS="0:200,1:4000",
+        TEST_DEVICE_ELEMENT_NS="0:100,1:10000",
     )  # fmt: skip
     check(found, expected if policy == "sync" else None)
     fast, slow = (epochs[-1] for epochs in each_epoch(found))

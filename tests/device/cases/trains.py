@@ -23,7 +23,7 @@ from elche.session.process import current_run
 from tests import device as test_device
 
 SAMPLES, BATCH, EPOCHS = 512, 32, 3
-CPU_SAMPLE_S = 0.004
+CPU_SAMPLE_S = 0.01
 
 
 def main(policy: Any, counts: str, folder: str) -> None:

@@ -47,7 +47,21 @@ def on_cpu(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A policy, and its training on one CPU, or on two where that depends on it."""
     devices = "cpu" if request.param == "sync" else "cpu,cpu"
     folder = tmp_path_factory.mktemp("alone")
-    return request.param, run(folder, devices, "trains.py", request.param)[0]
+    return request.param, run(folder, devices, "trains.py", request.param, "")[0]
+
+
+def check(found: list[Any], expected: Any = None) -> None:
+    """Every sample was trained once per epoch, to one model, perhaps a known one."""
+    assert [sum(pair) for pair in zip(*each_epoch(found), strict=True)] == [512] * 3
+    assert found[0]["parameters"] == found[1]["parameters"]
+    if expected is None:
+        return
+    for one, other in zip(found[0]["parameters"], expected["parameters"], strict=True):
+        assert one == pytest.approx(other, abs=2e-5)
+
+
+def each_epoch(found: list[Any]) -> list[list[int]]:
+    return [each["samples"] for each in found]
 
 
 @pytest.mark.parametrize(("devices", "transport"), [(TWO, "TDCCL"), (MIXED, "gloo")])
@@ -55,19 +69,44 @@ def test_two_devices_train_as_cpus(
     tmp_path: Path, on_cpu: Any, devices: str, transport: str
 ) -> None:
     policy, expected = on_cpu
-    found = run(tmp_path, devices, "trains.py", policy)
+    found = run(
+        tmp_path, devices, "trains.py", policy, "", TEST_DEVICE_ELEMENT_NS="1:200"
+    )
     assert [each["transport"] for each in found] == [transport] * 2
-    assert sum(each["samples"] for each in found) == 512 * 3
-    assert found[0]["parameters"] == found[1]["parameters"]
-    for one, other in zip(found[0]["parameters"], expected["parameters"], strict=True):
-        assert one == pytest.approx(other, abs=2e-5)
+    check(found, expected)
 
 
-def test_stages_on_two_devices_equal_one(tmp_path: Path) -> None:
-    # Both directions are under way at once, each by a communicator of its own. On a
-    # device that runs one collective at a time, as NCCL may have it, they hang.
-    for each in run(tmp_path, TWO, "pipes.py", TEST_DEVICE_COLLECTIVES="2"):
+@pytest.mark.parametrize(
+    ("devices", "schedule", "costs"),
+    [
+        ("tdev:1", "1f1b", ""),
+        (TWO, "1f1b", "measure"),
+        ("tdev:0,tdev:1,tdev:2", "interleaved-1f1b", ""),  # ranks send in a circle
+    ],
+)
+def test_stages_on_devices_equal_one(
+    tmp_path: Path, devices: str, schedule: str, costs: str
+) -> None:
+    # The device runs one collective at a time, as NCCL may have it.
+    count = devices.count(",") + 1
+    environment = {"TEST_DEVICE_COUNT": str(max(2, count))}
+    found = run(tmp_path, devices, "pipes.py", schedule, costs, **environment)
+    assert len(found) == count
+    for each, device in zip(found, devices.split(","), strict=True):
         assert each["found"] == pytest.approx(each["expected"], rel=1e-5)
+        assert {*each["devices"]} == {device}
+
+
+@pytest.mark.parametrize("devices", [TWO, MIXED])
+def test_shares_follow_the_speed(tmp_path: Path, on_cpu: Any, devices: str) -> None:
+    policy, expected = on_cpu
+    found = run(
+        tmp_path, devices, "trains.py", policy, "timed",
+        TEST_DEVICE_ELEMENT_NS="0:100,1:10000",
+    )  # fmt: skip
+    check(found, expected if policy == "sync" else None)
+    fast, slow = (epochs[-1] for epochs in each_epoch(found))
+    assert fast > 2 * slow, each_epoch(found)
 
 
 @pytest.mark.parametrize("kind", ["elche", "torch"])

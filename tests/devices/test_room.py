@@ -117,6 +117,21 @@ def test_what_a_device_lacks_is_found_by_trial() -> None:
     assert not memory.is_out_of_memory(RuntimeError("another"))
 
 
+def test_streams_are_tried_again_after_a_lack_of_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pinned(*size: int, **options: Any) -> None:
+        if is_full:
+            raise RuntimeError("out of pinned memory")
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch, "Stream", lambda device: object())
+    device, is_full = torch.device("xpu", 5), True
+    assert not streams.has_streams(device)
+    is_full = False
+    assert streams.has_streams(device)
+
+
 def test_devices_are_seeded_by_their_generators_or_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 import pytest
@@ -223,7 +224,7 @@ def test_nccl_is_refused_where_a_rank_has_no_device_for_it(ranks2: RankPool) -> 
     task = task_of(options={"transport": "nccl"})
     found = ranks2.serve(without_devices, task, env=of("ab"))
     for said in found:
-        assert "needs NCCL and a CUDA device of its own on every rank, got CPU" in said
+        assert re.search("needs a device of its own on every rank.*, got CPU", said)
 
 
 @pytest.mark.parametrize(("hosts", "warns"), [("a", True), ("ab", False)])

@@ -94,6 +94,19 @@ def test_parameters_that_become_other_objects_are_refused(is_held: bool) -> None
     assert len(held) == 2 * is_held
 
 
+@pytest.mark.parametrize("change", ["", "trained", "held"])
+def test_frozen_parameters_that_no_optimizer_holds_may_be_replaced(change: str) -> None:
+    model, head = Replacing(4, 1), nn.Linear(1, 1)
+    model.requires_grad_(change == "trained")
+    held = [*head.parameters(), *(model.parameters() if change == "held" else ())]
+    optimizers = [torch.optim.SGD(held)]
+    if not change:
+        move_model(model, CPU, optimizers)
+        return
+    with pytest.raises(elche.ConfigError, match=r"\(weight\), which the optimizer does"):
+        move_model(model, CPU, optimizers)
+
+
 def test_a_swap_keeps_what_the_user_wrote_on_parameters() -> None:
     model = tied()
     model[0].weight.no_decay = True

@@ -34,7 +34,7 @@ class RunFacts:
         has_launcher: whether elche's launcher ends the processes of lost ranks.
         has_default_group: whether the script formed torch.distributed's default group.
         settings: settings that the ranks agreed on; None before they have joined.
-        devices: devices of the ranks that the run began with.
+        backend: devices' own backend that sums the gradients; "" through the host.
         ranks: ranks of the run, including those that have left in order.
         has_left: whether some of them have left.
         epoch: number of the latest epoch, -1 before the first.
@@ -44,7 +44,7 @@ class RunFacts:
     has_launcher: bool
     has_default_group: bool = False
     settings: Settings | None = None
-    devices: tuple[str, ...] = ()
+    backend: str = ""
     ranks: Set[int] = frozenset()
     has_left: bool = False
     epoch: int = -1
@@ -68,10 +68,8 @@ def fatal_setting(facts: RunFacts) -> str:
     settings, config = facts.settings, facts.settings.config
     policy, kind = config.policy, config.transport.kind
     has_steps = policy in ("sync", "auto")
-    on_cpu = any(device.startswith("CPU") for device in facts.devices)
     is_delayed = settings.is_delayed or policy == DELAYED_SYNC
     is_coded = config.codec != "fp32" and policy == "sync"
-    over_nccl = has_steps and kind == "auto" and not on_cpu
     return _first(
         (is_delayed, "policy='delayed_sync'"),
         (is_coded, f"codec={config.codec!r} under policy 'sync'"),
@@ -80,7 +78,7 @@ def fatal_setting(facts: RunFacts) -> str:
         (not config.survive, "survive=False"),
         (settings.is_stream, "a stream"),
         (settings.syncs_batchnorm and has_steps, f"SyncBatchNorm under {policy=}"),
-        (over_nccl, f"{policy=} over NCCL"),
+        (has_steps and bool(facts.backend), f"{policy=} over {facts.backend}"),
     )
 
 

@@ -221,8 +221,7 @@ class Coordinator:
             return
         settings = settings_of(joins[0])
         self._deadline.timeout_s = settings.config.timeout_s
-        devices = tuple(join.device for join in joins)
-        self._run = replace(self._run, settings=settings, devices=devices)
+        self._run = replace(self._run, settings=settings)
         self._membership.min_ranks = settings.config.min_ranks
         if self._membership.is_short:
             yield from self._end.abort(
@@ -253,6 +252,7 @@ class Coordinator:
         epochs = self._running()
         if self._membership.left:
             return self._end.abort(left_before(event, self._membership.left))
+        self._run = replace(self._run, backend=event.backend)
         return epochs.open(event, now_s)
 
     def _in_epoch(self, event: Event, now_s: float) -> Steps:

@@ -43,8 +43,10 @@ class TorchGroup(Group):
             process_group, process_group.rank(), process_group.size(), timeout_s
         )
         self.torch_group = process_group
-        self._options = dist.AllreduceOptions()
+        self._options, self._device_options = (dist.AllreduceOptions() for _ in "12")
         self._options.timeout = timedelta(seconds=timeout_s)
+        # Later than ours: NCCL's watchdog would end the process before our error.
+        self._device_options.timeout = timedelta(seconds=2 * timeout_s)
         self.control_device = control_device(process_group)
         self.is_mixed = False
         self.on_failure = _explained
@@ -58,9 +60,11 @@ class TorchGroup(Group):
 
     @override
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
-        work = self.torch_group.allreduce([tensor], self._options)
+        if tensor.device.type == "cpu":
+            return self.torch_group.allreduce([tensor], self._options)
         # A wait with a timeout, in which gloo is polled, would abort NCCL's group.
-        return work if tensor.device.type == "cpu" else DeviceWork(work, self)
+        work = self.torch_group.allreduce([tensor], self._device_options)
+        return DeviceWork(work, self)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums in place and blocks; host tensors are staged on the control device."""

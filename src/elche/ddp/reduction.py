@@ -27,6 +27,7 @@ from torch import nn
 from elche.comm.model_buffers.buffers import BufferWatch
 from elche.comm.tensors.equal_tensors import broadcast_bits
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
+from elche.devices.memory import widest_float
 from elche.ddp.group import TorchGroup
 from elche.ddp.pass_weights import PassWeights
 from elche.errors import MismatchError
@@ -221,9 +222,8 @@ class WeightedReduction:
         self._sent.clear()
         self._factor = None
         if self._control is None:
-            self._control = open_exchange(
-                group, FACTS * group.world_size, torch.float64, group.control_device
-            )
+            device, numel = group.control_device, FACTS * group.world_size
+            self._control = open_exchange(group, numel, widest_float(device), device)
         self._control.reclaim(AGREEING)
         facts = [weight, 0.0, 0.0]
         if buffers is not None:

@@ -38,17 +38,19 @@ def read_memory(device: torch.device) -> MemoryReading:
     """
     module = module_of(device.type)
     free_bytes, total_bytes = _driver_bytes(device)
-    backend = getattr(module, "get_allocator_backend", None)
-    if not total_bytes or (backend is not None and backend() != "native"):
+    if not total_bytes:
         return MemoryReading(total_bytes, free_bytes)
     try:
         stats = getattr(module, "memory_stats", torch.accelerator.memory_stats)(device)
-    except RuntimeError:  # an allocator of an extension that counts nothing
+    except RuntimeError:  # an allocator of an extension, or a pluggable one
         return MemoryReading(total_bytes, free_bytes)
     active_bytes = stats.get("active_bytes.all.current", 0)
     reserved_bytes = stats.get("reserved_bytes.all.current", 0)
+    backend = getattr(module, "get_allocator_backend", None)
     fraction_of = getattr(module, "get_per_process_memory_fraction", None)
-    fraction = 1.0 if fraction_of is None else fraction_of(device)
+    # cudaMallocAsync has the fraction 0 before the device's first use.
+    is_native = backend is None or backend() == "native"
+    fraction = fraction_of(device) if fraction_of is not None and is_native else 1.0
     allowed_bytes = max(0, int(fraction * total_bytes) - reserved_bytes)
     cached_bytes = max(0, reserved_bytes - active_bytes)
     free_bytes = min(free_bytes, allowed_bytes) + cached_bytes

@@ -13,19 +13,21 @@ from elche.devices.choice import NVIDIA
 from elche.errors import ConfigError
 
 
-@cache
 def has_streams(device: torch.device) -> bool:
     """True if copies can run beside a device's computation.
 
     This needs several streams (mps has one) and pinned memory on the host.
     """
-    if device.type == "cpu":
-        return False
     try:
-        torch.empty(1, device="cpu", pin_memory=True)
-        return torch.Stream(device) != torch.Stream(device)
-    except RuntimeError:
+        return device.type != "cpu" and _has_streams(device)
+    except RuntimeError:  # tried again, since pinned memory may only be short now
         return False
+
+
+@cache
+def _has_streams(device: torch.device) -> bool:
+    torch.empty(1, device="cpu", pin_memory=True)
+    return torch.Stream(device) != torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -95,7 +95,7 @@ class Run:
             steps=LocalSteps(training.model, observer.optimizers),
             is_weighed=training.weights is not None,
             delayed=training.delayed,
-            keeps_sums=welcome.survives,
+            keeps_sums=welcome.survives and worker.group.devices is None,
         )
         self.epochs = RunEpochs(
             worker,

@@ -149,7 +149,7 @@ def _place(
     of_batch = asked.weight_of
     weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
     choice.use(placement.device)
-    move_model(model, placement.device)
+    move_model(model, placement.device, optimizers)
     if placement.emulation is not None:
         process.emulation = emulate(model, placement.emulation)
     world_size, seed = placement.world_size, asked.config.seed
@@ -168,15 +168,20 @@ def _place(
     )
 
 
-def move_model(model: nn.Module, device: torch.device) -> None:
-    """Moves a model, whose parameters stay the objects that its optimizer holds.
+def move_model(
+    model: nn.Module,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> None:
+    """Moves a model, whose parameters stay the objects that its optimizers hold.
 
     Where `Module.to` would make new ones (types of devices that extensions add, XLA,
     or a switch of `torch.__future__`), contents are swapped instead, unless the model
     is there already.
 
     Raises:
-        ConfigError: a parameter became another object, or would lose its hooks.
+        ConfigError: a parameter became another object, or would lose its hooks. A
+            frozen one that no optimizer holds may become another object.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
     probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
@@ -205,7 +210,14 @@ def move_model(model: nn.Module, device: torch.device) -> None:
     for each, own in attributes:  # a swap takes them along
         vars(each).update({**own, **vars(each)})
     after = dict(model.named_parameters(remove_duplicate=False))
-    others = [name for name in after if before.get(name) is not after[name]]
+    groups = [group for each in optimizers for group in each.param_groups]
+    held = {id(each) for group in groups for each in group["params"]}
+    others = [
+        name
+        for name in after
+        if (was := before.get(name)) is not after[name]
+        and (was is None or was.requires_grad or id(was) in held)
+    ]
     if error is not None or others:
         raise ConfigError(
             f"moving the model to {device} would make other objects of its parameters "

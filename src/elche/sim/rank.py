@@ -92,6 +92,10 @@ class World(ABC):
         self.groups: dict[int, frozenset[int]] = {}
         self.books: list[Any] = []
         self.plans: dict[int, dict[int, Reduce]] = {}
+        names = [device.name for device in cluster.ranks]
+        is_host = cluster.run.config.transport.kind == "gloo"
+        is_host = is_host or any(name.startswith("CPU") for name in names)
+        self.backend = "" if is_host else "NCCL"  # real ranks try theirs
         self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
 
     @abstractmethod
@@ -415,6 +419,7 @@ class Rank:
                 sizes=self.rest.part_sizes.runs,
                 probe_s=self._probe_s,
                 continues=self._is_part,
+                backend=self.sim.backend,
             )
         )
 

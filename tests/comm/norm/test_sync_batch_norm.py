@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elche.comm.norm import norm_scope
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import (
     SyncBatchNorm,
@@ -342,6 +343,29 @@ def test_ranks_in_different_layers_are_named() -> None:
             model[group.rank](_batch(4, "1d"))
 
     on_ranks(2, run)
+
+
+def test_where_the_small_messages_device_has_no_doubles_they_are_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds = {torch.device("cpu"): torch.float32}
+    monkeypatch.setattr(norm_scope, "widest_float", kinds.get)
+
+    def run(group: ThreadGroup, part: torch.Tensor) -> torch.Tensor:
+        model = convert_sync_batchnorm(nn.Sequential(_layer("1d")), group)
+        out: torch.Tensor = model(part)
+        assert {each.dtype for each in norm_sums(model)} == {torch.float32}
+        return out
+
+    batch = _batch(8, "1d")
+    found = torch.cat(on_ranks(2, run, batch.split([5, 3])))
+    torch.testing.assert_close(found, _layer("1d")(batch), rtol=1e-5, atol=1e-5)
+
+
+def norm_sums(model: nn.Module) -> list[torch.Tensor]:
+    """The messages of a model's layers."""
+    exchanges = model[0].scope._exchanges.values()  # type: ignore[index, union-attr]
+    return [each.contribution(0) for each in exchanges]
 
 
 def test_a_rank_that_does_not_come_is_an_error_that_names_the_layer() -> None:

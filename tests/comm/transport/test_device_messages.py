@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from elche.comm.transport.device_group import TRIED_ELEMENTS
-from elche.comm.transport.device_messages import TwoWays, trial
+from elche.comm.transport.device_messages import trial
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.errors import CommunicationError, DeadlineError
 from tests.comm.transport.thread_link import TENSORS, Cable, check_whole, transports
@@ -27,9 +27,9 @@ WHAT = "the activation"
 
 
 @contextmanager
-def two(cables: list[Cable]) -> Iterator[tuple[Any, Any]]:
+def two(cable: Cable) -> Iterator[tuple[Any, Any]]:
     """Transports of two ranks; their threads end with them."""
-    first, second = transports(2, cables)
+    first, second = transports(2, cable)
     began_s = time.monotonic()
     try:
         yield first, second
@@ -53,19 +53,19 @@ def passed(
 
 @pytest.mark.parametrize("by", ["host", "devices"])
 def test_every_kind_of_tensor_comes_whole(by: str) -> None:
-    cables = [Cable(), Cable()]
+    cable = Cable()
     tag = 1 if by == "devices" else BETWEEN_STEPS
-    with two(cables) as (first, second):
+    with two(cable) as (first, second):
         found = passed(first, second, Message(TENSORS, ["t"]), tag)
         expected = len(TENSORS) if by == "devices" else 0
         assert second.devices.stream.marked == len(TENSORS)
-    assert len(cables[0].carried) == max(0, expected - 1), "an empty one needs no way"
+    assert len(cable.carried) == max(0, expected - 1), "an empty one needs no way"
     check_whole(found)
 
 
 def test_tensors_elsewhere_and_ranks_that_were_not_tried_take_the_host() -> None:
-    cables = [Cable(), Cable()]
-    with two(cables) as (first, second):
+    cable = Cable()
+    with two(cable) as (first, second):
         devices = first.devices
         here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
         assert devices.serves(1, [here])
@@ -75,31 +75,31 @@ def test_tensors_elsewhere_and_ranks_that_were_not_tried_take_the_host() -> None
         for one in (first, second):
             one.connect({}, replace(one.devices, partners=frozenset()))
         assert passed(first, second, Message((here,))).tensors[0].tolist() == [1.0]
-    assert cables[0].carried == []
+    assert cable.carried == []
 
 
 def test_what_is_not_computed_is_not_begun_and_has_the_deadline() -> None:
-    cables = [Cable(), Cable()]
-    with two(cables) as (first, second):
+    cable = Cable()
+    with two(cable) as (first, second):
         first.devices.stream.looks = NEVER
         with pytest.raises(DeadlineError, match=r"waited 1\.0 s for \[0\]: the act"):
             passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
         assert second.devices.stream.marked == 0
         with pytest.raises(DeadlineError, match=r"for \[1\]: sent messages to be"):
             first.flush(0.1)
-    assert not cables[0].waiting, "a device received what was not there"
+    assert not cable.waiting, "a device received what was not there"
 
 
 def test_a_transfer_that_does_not_end_has_the_deadline() -> None:
-    cables = [Cable(looks=NEVER), Cable()]
-    with two(cables) as (first, second):
+    cable = Cable(looks=NEVER)
+    with two(cable) as (first, second):
         with pytest.raises(DeadlineError, match=r"waited 1\.0 s for \[0\]: the act"):
             passed(first, second, Message((torch.ones(1),)), timeout_s=1.0)
-        assert cables[0].carried == [(0, 1)]
+        assert cable.carried == [(0, 1)]
 
 
 def test_what_the_receiver_has_not_agreed_to_is_named() -> None:
-    with two([Cable(), Cable()]) as (first, second):
+    with two(Cable()) as (first, second):
         second.connect({})
         words = "rank 0 sends from device to device, but this rank has not agreed"
         with pytest.raises(CommunicationError, match=words):
@@ -107,9 +107,9 @@ def test_what_the_receiver_has_not_agreed_to_is_named() -> None:
 
 
 class Wire:
-    """What a trial sends and receives; `given` is what comes."""
+    """What a trial sends and receives; `given` is what comes from each rank."""
 
-    def __init__(self, given: float) -> None:
+    def __init__(self, given: dict[int, float]) -> None:
         self.given = given
         self.told: list[tuple[str, int]] = []
 
@@ -120,15 +120,14 @@ class Wire:
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         assert tensors[0].shape == (TRIED_ELEMENTS,)
         self.told.append(("from", rank))
-        return SimpleNamespace(wait=lambda: tensors[0].fill_(self.given))
+        return SimpleNamespace(wait=lambda: tensors[0].fill_(self.given[rank]))
 
 
 def test_a_trial_takes_pairs_in_one_order_and_sees_what_is_wrong() -> None:
     group = cast("Any", SimpleNamespace(rank=1))
     cpu = torch.device("cpu")
-    up, down = Wire(1.0), Wire(3.0)
-    assert trial({2, 0})(TwoWays(up, down), group, cpu) == ""
-    assert up.told == [("from", 0), ("to", 2)]
-    assert down.told == [("to", 0), ("from", 2)]
-    wrong = trial({2, 0})(TwoWays(Wire(1.0), Wire(9.0)), group, cpu)
+    wire = Wire({0: 1.0, 2: 3.0})
+    assert trial({2, 0})(wire, group, cpu) == ""
+    assert wire.told == [("from", 0), ("to", 0), ("to", 2), ("from", 2)]
+    wrong = trial({2, 0})(Wire({0: 1.0, 2: 9.0}), group, cpu)
     assert wrong == "expected 3.0 of rank 2, got 9.0"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from elche.comm.transport.device_messages import DeviceMessages, TwoWays
+from elche.comm.transport.device_messages import DeviceMessages
 from elche.comm.transport.messages import Message
 from elche.comm.transport.point_to_point import PointToPoint
 from elche.errors import CommunicationError, DeadlineError, ElcheError
@@ -133,14 +133,13 @@ def wait(
 
 
 def transports(
-    world_size: int, cables: list[Cable] | None = None, *, is_connected: bool = True
+    world_size: int, cable: Cable | None = None, *, is_connected: bool = True
 ) -> list[Any]:
     """A transport for each rank; to be closed.
 
     Args:
         world_size: ranks.
-        cables: one for messages to higher ranks and one to lower ones, which then go
-            from device to device.
+        cable: of messages that then go from device to device.
         is_connected: else the test connects them.
     """
     link = Link()
@@ -151,10 +150,9 @@ def transports(
     everyone = frozenset(range(world_size))
     for rank, one in enumerate(made):
         devices = None
-        if cables is not None:
-            ways = TwoWays(*(Plug(cable, rank) for cable in cables))
-            cpu = torch.device("cpu")
-            devices = DeviceMessages(ways, rank, everyone, cpu, Beside())
+        if cable is not None:
+            cpu, plug = torch.device("cpu"), Plug(cable, rank)
+            devices = DeviceMessages(plug, rank, everyone, cpu, Beside())
         if is_connected:
             one.connect({}, devices)
     return made
@@ -182,7 +180,7 @@ class Transfer:
 
 @dataclass
 class Cable:
-    """All transfers of one way, in order between any two ranks."""
+    """All transfers, in order between any two ranks."""
 
     looks: int = 3
     lock: threading.Lock = field(default_factory=threading.Lock)

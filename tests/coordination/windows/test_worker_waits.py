@@ -63,8 +63,9 @@ class Shell:
         if not self.inbox:
             raise NeedlessWaitError(f"{timeout_s:.1f} s")
 
-    def pace_device(self) -> None:
+    def pace_device(self, ahead: int = 2) -> float:
         """Nothing to pace."""
+        return 0.0
 
 
 class ScriptedFeed:

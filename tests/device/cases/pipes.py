@@ -1,10 +1,11 @@
-"""A pipeline whose stages lie on this run's devices; compares it with the CPU."""
+"""Pipeline on this run's devices beside the CPU: schedule, costs, folder."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +23,11 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 1)]
+    inner = [each for _ in range(3) for each in (nn.Linear(16, 16), nn.Tanh())]
+    return [nn.Linear(8, 16), *inner, nn.Linear(16, 1)]
 
 
-def main(folder: str) -> None:
+def main(schedule: str, costs: Any, folder: str) -> None:
     test_device.register()
     plain = nn.Sequential(*layers())
     torch.manual_seed(1)
@@ -39,8 +41,9 @@ def main(folder: str) -> None:
         optimizer.step()
         expected.append(loss.item())
     found = []
+    measured = {"costs": costs, "sample": batches[0][0][:4]} if costs else {}
     with elche.pipeline.Pipeline(
-        layers(), loss_of, micro_batches=4, schedule="1f1b"
+        layers(), loss_of, micro_batches=4, schedule=schedule, **measured
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for x, y in batches:

@@ -1,9 +1,13 @@
-"""Trains a small model on this rank's device, for launchers: policy, folder."""
+"""Trains a small model on this rank's device: policy, whether times count, folder.
+
+Where they count, a rank on the CPU takes a time per sample.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,12 @@ from elche.session.process import current_run
 from tests import device as test_device
 
 SAMPLES, BATCH, EPOCHS = 512, 32, 3
+CPU_SAMPLE_S = 0.01
 
 
-def main(policy: Any, folder: str) -> None:
+def main(policy: Any, counts: str, folder: str) -> None:
     test_device.register()
+    is_timed, is_cpu = counts == "timed", elche.device().type == "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     inputs = torch.randn(SAMPLES, 8)
@@ -35,15 +41,16 @@ def main(policy: Any, folder: str) -> None:
         loader,
         policy=policy,
         epochs=EPOCHS,
-        debug=DebugConfig(deterministic=policy != "sync"),
+        debug=DebugConfig(deterministic=not is_timed and policy != "sync"),
     )
-    samples = 0
-    for _ in range(EPOCHS):
+    samples = [0] * EPOCHS
+    for epoch in range(EPOCHS):
         for x, y in batches:
+            time.sleep(CPU_SAMPLE_S * len(x) * (is_timed and is_cpu))
             (model(x) - y).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            samples += len(x)
+            samples[epoch] += len(x)
     run = current_run()
     transport = run.worker.group.transport if isinstance(run, Run) else "none"
     found = {

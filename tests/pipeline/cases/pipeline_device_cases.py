@@ -47,7 +47,7 @@ class Pollable:
 
 @dataclass
 class Wire:
-    """One way among the ranks: transfers in order, without tags."""
+    """A group of the ranks: transfers in order, without tags."""
 
     made: Any
     sent: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Wire:
 
 @contextmanager
 def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
-    """Ranks with a device each; both ways, once they are formed, and what is logged."""
+    """Ranks with a device each; their group, once it is formed, and what is logged."""
     wires: list[Wire] = []
     place = this_place()
 
@@ -87,7 +87,7 @@ def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
 
 
 def by_devices(work: Work, fails: bool = False) -> tuple[Trained, list[int], str]:
-    """The work; how often each way was taken, and what was logged."""
+    """The work; how often its group was used, and what was logged."""
     with devices(fails) as (wires, said):
         found = piped(work)
     return found, [len(wire.sent) for wire in wires], "; ".join(said)

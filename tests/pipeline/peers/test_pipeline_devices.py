@@ -20,12 +20,11 @@ def test_as_one_process(ranks4: RankPool, schedule: str) -> None:
     expected = plain(work)
     found = ranks4.run(by_devices, work, case_setup=serve_in_thread)
     assert furthest(found[0][0].state, expected.state) <= 1e-12
-    for rank, (trained, (up, down), said) in enumerate(found):
+    for trained, (sent,), said in found:
         assert trained.losses == pytest.approx(expected.losses, rel=1e-12)
         assert trained.norm == pytest.approx(expected.norm, rel=1e-12)
         # 4 microbatches, 2 steps forwards and backwards: beyond those of the trial.
-        assert up >= 8 or rank == 3
-        assert down >= 8 or rank == 0
+        assert sent >= 8
         assert said == ""
 
 
@@ -41,4 +40,4 @@ def test_where_it_fails_or_is_not_wanted_all_take_the_host(ranks2: RankPool) -> 
         assert furthest(found[0][0].state, expected.state) <= 1e-12
         assert found[0][2].startswith(words)
         assert (found[0][2] != "") == fails
-        assert all(sum(sent) == 0 for _, sent, _ in found)
+        assert not any(map(sum, (sent for _, sent, _ in found)))

@@ -395,7 +395,7 @@ def test_behind_a_real_feed() -> None:
         ("native", 1.0, (30 + 15, 25, 60)),
         ("native", 0.5, (10 + 15, 25, 60)),  # 50 allowed, 40 of them reserved
         ("native", 0.3, (15, 25, 60)),
-        ("cudaMallocAsync", 1.0, (30, 0, 0)),  # nobody counts: no peak is known
+        ("cudaMallocAsync", 0.0, (30 + 15, 25, 60)),  # 0 before its first use
     ],
 )
 def test_the_probes_arithmetic(

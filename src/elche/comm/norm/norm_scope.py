@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
+from elche.devices.memory import widest_float
 from elche.errors import CommunicationError, ConfigError
 
 
@@ -93,7 +94,7 @@ class NormScope:
         side = self._sides[numel] = 1 - self._sides.get(numel, 1)
         exchange.contribution(side).copy_(values)
         exchange.begin(side)
-        return exchange.finish(what).to("cpu", copy=True)
+        return exchange.finish(what).to("cpu", torch.float64, copy=True)
 
     def _open(self, numel: int) -> Exchange:
         """Opens an exchange with two sides, so that fast ranks do not overwrite sums.
@@ -103,7 +104,8 @@ class NormScope:
         group = self.group
         device = getattr(group, "control_device", torch.device("cpu"))
         with torch.inference_mode(False):
-            exchange = open_exchange(group, numel, torch.float64, device, sides=2)
+            dtype = widest_float(device)
+            exchange = open_exchange(group, numel, dtype, device, sides=2)
             for side in range(exchange.sides):
                 exchange.result(side)
         return exchange

@@ -111,7 +111,7 @@ class SyncBatchNorm(BatchNormBase):
         self.scope = scope
         self.has_own_scope = is_own
         self._name = name
-        self._number = float(zlib.crc32(name.encode()))
+        self._number = float(zlib.crc32(name.encode()) >> 8)  # exact in float32
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

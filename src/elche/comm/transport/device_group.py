@@ -206,7 +206,8 @@ def _tried(
     def attempt() -> None:
         try:
             choice.use(device)
-            deadline = timedelta(seconds=config.timeout_s)
+            # Later than ours: NCCL's watchdog would end the process before our error.
+            deadline = timedelta(seconds=2 * config.timeout_s)
             address, port = place.split()
             store = _store_at(address, int(port), config.timeout_s)
             made[0] = config.form(store, group.rank, group.world_size, deadline)

@@ -5,25 +5,24 @@ NCCL. A transfer begins when the tensors are computed and the receiver is ready.
 host polls it, and no stream waits for it. So no NCCL kernel waits for another rank's
 computation, a device may be synchronised at any time, and the host's deadlines apply.
 
-Not yet run on real devices: tests use another backend and the CPU instead.
+A device may run one transfer at a time: two ranks that received first, each from the
+other, would wait forever. So a transfer holds the :attr:`DeviceMessages.turn` of both
+ranks. The lower rank's turn is taken first, so no ranks wait in a circle.
+
+Run on the test device only, never on real ones.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import distributed as dist
 
-from elche.comm.transport.device_group import (
-    TRIED_ELEMENTS,
-    Former,
-    end_at_once,
-)
+from elche.comm.transport.device_group import TRIED_ELEMENTS, Attempt
 from elche.comm.transport.process_group import Group
 from elche.devices import streams
 
@@ -48,46 +47,13 @@ class SideStream:
         tensor.record_stream(streams.current_stream(self._device))
 
 
-@final
-class TwoWays:
-    """A torch group for messages to higher ranks, and one for messages to lower ranks.
-
-    NCCL serializes the transfers of a group between two ranks. With one group for both
-    directions, two ranks that send simultaneously would deadlock.
-    """
-
-    def __init__(self, up: Any, down: Any) -> None:
-        self._up, self._down = up, down
-
-    @staticmethod
-    def former(form: Former) -> Former:
-        """Returns a function that forms both groups, each by `form`."""
-
-        def both(
-            store: dist.Store, rank: int, size: int, deadline: timedelta
-        ) -> TwoWays:
-            stores = (dist.PrefixStore(name, store) for name in ("up/", "down/"))
-            return TwoWays(*(form(each, rank, size, deadline) for each in stores))
-
-        return both
-
-    def way(self, sender: int, receiver: int) -> Any:
-        """Returns the group for a message's direction."""
-        return self._up if sender < receiver else self._down
-
-    def abort(self) -> None:
-        """Aborts both groups."""
-        end_at_once(self._up)
-        end_at_once(self._down)
-
-
-def trial(partners: Iterable[int]) -> Callable[[TwoWays, Group, torch.device], str]:
+def trial(partners: Iterable[int]) -> Attempt:
     """Returns a trial of both directions with each partner; it returns its error or "".
 
     NCCL connects two ranks in their first transfer, and waits there without a deadline.
     """
 
-    def attempt(made: TwoWays, group: Group, device: torch.device) -> str:
+    def attempt(made: Any, group: Group, device: torch.device) -> str:
         mine = group.rank
         # Same order of pairs on all ranks, because each waits for its partner.
         pairs = sorted((min(mine, one), max(mine, one)) for one in partners)
@@ -95,11 +61,10 @@ def trial(partners: Iterable[int]) -> Callable[[TwoWays, Group, torch.device], s
             for sender, receiver in ((low, high), (high, low)):
                 value = sender + 1.0 if mine == sender else 0.0
                 found = torch.full((TRIED_ELEMENTS,), value, device=device)
-                way = made.way(sender, receiver)
                 if mine == sender:
-                    way.send([found], receiver, 0).wait()
+                    made.send([found], receiver, 0).wait()
                 else:
-                    way.recv([found], sender, 0).wait()
+                    made.recv([found], sender, 0).wait()
                 if found.tolist() != [sender + 1.0] * TRIED_ELEMENTS:
                     return f"expected {sender + 1.0} of rank {sender}, got {found[0]}"
         return ""
@@ -113,18 +78,20 @@ class DeviceMessages:
     """Transfers between this rank's device and those of its partners.
 
     Attributes:
-        ways: groups of both directions, formed and tried.
+        made: torch's group of the devices, formed and tried.
         rank: index of this rank.
-        partners: ranks with which the groups were tried.
+        partners: ranks with which the group was tried.
         device: device of this rank.
         stream: side stream of the device.
+        turn: held during a transfer, since a device may run one at a time.
     """
 
-    ways: TwoWays
+    made: Any
     rank: int
     partners: frozenset[int]
     device: torch.device
     stream: SideStream
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
     def serves(self, rank: int, tensors: Sequence[torch.Tensor]) -> bool:
         """True if these tensors can be sent to a rank from device to device."""
@@ -133,18 +100,16 @@ class DeviceMessages:
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int) -> list[Any]:
         """Begins to send computed tensors to a rank that is already receiving."""
-        way = self.ways.way(self.rank, rank)
         with self.stream.beside():
-            return [way.send([each], rank, 0) for each in _as_bytes(tensors)]
+            return [self.made.send([each], rank, 0) for each in _as_bytes(tensors)]
 
     def receive(
         self, like: Sequence[torch.Tensor], rank: int
     ) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
         """Begins to receive; returns tensors of these shapes, and the work handles."""
-        way = self.ways.way(rank, self.rank)
         with self.stream.beside():
             found = tuple(torch.empty_like(one, device=self.device) for one in like)
-            return found, [way.recv([one], rank, 0) for one in _as_bytes(found)]
+            return found, [self.made.recv([one], rank, 0) for one in _as_bytes(found)]
 
     def mark_used(self, tensors: Sequence[torch.Tensor]) -> None:
         """Marks received device tensors as used by the computation."""

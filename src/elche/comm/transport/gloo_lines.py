@@ -226,10 +226,11 @@ class GlooLine:
                 f"rank {self._rank} sends from device to device, but this rank has "
                 "not agreed to that"
             )
-        tensors, works = self.devices.receive(like, self._rank)
-        ready = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self._group.send([ready], self._rank, _READY_TAG).wait(_FOREVER)
-        self._finish(self.devices, works)
+        with self.devices.turn:
+            tensors, works = self.devices.receive(like, self._rank)
+            ready = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            self._group.send([ready], self._rank, _READY_TAG).wait(_FOREVER)
+            self._finish(self.devices, works)
         return tensors
 
     def _send_device(
@@ -240,11 +241,14 @@ class GlooLine:
     ) -> None:
         """Sends once the tensors are computed and the receiver is ready."""
         assert self.devices is not None
+        turn, is_lower = self.devices.turn, self.devices.rank < self._rank
         self._poll(computed)
-        self._send_host(parts, None)
-        ready = torch.empty(1, dtype=torch.uint8, device="cpu")
-        self._group.recv([ready], self._rank, _READY_TAG).wait(_FOREVER)
-        self._finish(self.devices, self.devices.send(tensors, self._rank))
+        with turn if is_lower else contextlib.nullcontext():
+            self._send_host(parts, None)
+            ready = torch.empty(1, dtype=torch.uint8, device="cpu")
+            self._group.recv([ready], self._rank, _READY_TAG).wait(_FOREVER)
+            with contextlib.nullcontext() if is_lower else turn:
+                self._finish(self.devices, self.devices.send(tensors, self._rank))
 
     def _finish(self, devices: DeviceMessages, works: list[Any]) -> None:
         self._poll(lambda: all(work.is_completed() for work in works))

@@ -38,7 +38,8 @@ class EpochOpened:
     Both must agree. ``rates`` are the optimizer's settings (learning rate and so on,
     but not a rate that follows the run's progress). ``steps`` is the loop's most steps,
     -1 for a whole epoch. ``continues``: it is the rest of the latest epoch, which was
-    cut, or a resumed run's first epoch.
+    cut, or a resumed run's first epoch. ``backend`` is the devices' own backend in use,
+    "" if sums pass through the host.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class EpochOpened:
     rates: str = ""
     steps: int = -1
     continues: bool = False
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

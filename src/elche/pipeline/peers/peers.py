@@ -18,12 +18,7 @@ from elche.comm.transport.device_group import (
     DeviceGroupConfig,
     open_device_group,
 )
-from elche.comm.transport.device_messages import (
-    DeviceMessages,
-    SideStream,
-    TwoWays,
-    trial,
-)
+from elche.comm.transport.device_messages import DeviceMessages, SideStream, trial
 from elche.comm.transport.exchange import agree_to_share
 from elche.comm.transport.gloo_lines import end_waits
 from elche.comm.transport.message_memory import open_message_memory
@@ -227,13 +222,13 @@ class StagePeers:
             device,
             DeviceGroupConfig(
                 timeout_s,
-                form=TwoWays.former(partial(form_group, device)),
+                form=partial(form_group, device),
                 attempt=trial(partners),
             ),
         )
         if self._devices is not None:
-            ways, stream = self._devices.made, SideStream(device)
-            messages = DeviceMessages(ways, self.rank, partners, device, stream)
+            made, stream = self._devices.made, SideStream(device)
+            messages = DeviceMessages(made, self.rank, partners, device, stream)
             self.transport.connect(self.transport.memory, messages)
 
     def wait(

@@ -414,6 +414,7 @@ class RunEpochs:
             rates=rates(observer.optimizers(), rank, followed),
             steps=steps,
             continues=self._course is not None or self._is_resumed,
+            backend=getattr(self._worker.group.devices, "backend", ""),
         )
 
     def _begin_count(self, course: EpochCourse) -> None:

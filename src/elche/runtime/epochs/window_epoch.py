@@ -75,6 +75,7 @@ class WindowEpoch:
         self._last: Reduce | None = None
         self._closed_s = 0.0
         self._waited_s = 0.0
+        self._late_s = 0.0  # in which the device computed batches of the last window
         self._held_s = 0.0
 
     @property
@@ -217,6 +218,9 @@ class WindowEpoch:
         times_s = began_s, ready_s, now_s
         is_timed, self._worker.is_cold = not self._worker.is_cold, False
         cost = BatchCost.measured(samples, times_s, self._transfer_s, is_timed=is_timed)
+        if is_timed:
+            cost.busy_s += self._late_s
+            self._late_s = 0.0
         self._loop.trained(cost.busy_s if is_timed else None)
         if self._reports.batch_done(batch, cost) or self._loop.is_throttled:
             self._report()
@@ -232,6 +236,7 @@ class WindowEpoch:
         if self._sync.is_common_step:
             committed = self._loop.committed_samples
             self._hooks.schedulers.advance(committed, is_agreed=True)
+        self._late_s += self._worker.pace_device(0)
         began_s = time.monotonic()
         is_finite = self._sync.close(begins=self._loop.begins_at_close)
         if not is_finite:

@@ -104,8 +104,9 @@ class RankGroups:
             self._open_devices(group)
         if transport == "nccl" and group.devices is None:
             raise ConfigError(
-                "transport.kind='nccl' needs NCCL and a CUDA device of its own on "
-                f"every rank, got {', '.join(welcome.devices)}; leave kind= out"
+                "transport.kind='nccl' needs a device of its own on every rank, all of "
+                "one type with a backend in torch (NCCL on CUDA), got "
+                f"{', '.join(welcome.devices)}; leave kind= out"
             )
 
     def stay_apart(self, transport: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
@@ -236,14 +237,14 @@ class Worker:
         """Notifies the launcher whether this rank ends cleanly after a signal."""
         self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
-    def pace_device(self) -> None:
-        """Keeps the host at most two batches ahead of an accelerator."""
-        device = self.placement.device
-        if device.type == "cpu":
-            return
-        self._events.append(streams.record_event(device))
-        if len(self._events) > HOST_AHEAD_BATCHES:
+    def pace_device(self, ahead: int = HOST_AHEAD_BATCHES) -> float:
+        """Keeps the host at most so many batches ahead; returns the seconds waited."""
+        started_s, device = time.monotonic(), self.placement.device
+        if device.type != "cpu":
+            self._events.append(streams.record_event(device))
+        while len(self._events) > ahead:
             self._events.popleft().synchronize()
+        return time.monotonic() - started_s
 
     def close(self, last_event: Event | None) -> None:
         """Sends the last event if there is one, and ends group and channel."""

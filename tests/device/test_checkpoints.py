@@ -1,0 +1,74 @@
+"""Checkpoints of the device are resumed on it, and between it and the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+
+SAMPLES, BATCH, EPOCHS, SAVED_AFTER = 96, 16, 4, 2
+ROUNDING = 2e-6
+DEVICE = "tdev:1"
+
+
+def trained(
+    device: str, folder: Path, *, saves: bool = False, dropout: float = 0.0
+) -> tuple[list[torch.Tensor], list[float]]:
+    """The model's state and the loop's draws; of the rest where there is a checkpoint.
+
+    A resumed run is seeded otherwise, so that it must restore the random states.
+    """
+    data = TensorDataset(torch.arange(SAMPLES * 8.0).view(-1, 8).cos())
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(dropout), nn.Linear(32, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(data, BATCH, shuffle=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELCHE_DEVICE", device)
+        model, optimizer, batches = elche.setup(model, optimizer, loader, epochs=EPOCHS)
+    torch.manual_seed(7 if folder.exists() else 3)
+    is_resumed = elche.resume(folder)
+    draws = []
+    for epoch in elche.epochs(EPOCHS):
+        for (x,) in batches:
+            draws.append(float(torch.rand(())))
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if saves and epoch + 1 == SAVED_AFTER:
+            elche.save(folder)
+            break
+    elche.shutdown()
+    assert next(model.parameters()).device == torch.device(device)
+    assert len(draws) == SAMPLES // BATCH * (
+        SAVED_AFTER if saves or is_resumed else EPOCHS
+    )
+    return [each.detach().cpu() for each in model.state_dict().values()], draws
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    expected, draws = trained(DEVICE, tmp_path / "whole", dropout=0.5)
+    _, first = trained(DEVICE, tmp_path / "cut", saves=True, dropout=0.5)
+    torch.rand(3, device=DEVICE)
+    found, rest = trained(DEVICE, tmp_path / "cut", dropout=0.5)
+    assert first + rest == draws
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("devices", [(DEVICE, "cpu"), ("cpu", DEVICE)])
+def test_runs_go_over_to_another_kind_of_device(
+    tmp_path: Path, devices: tuple[str, str]
+) -> None:
+    expected, draws = trained("cpu", tmp_path / "whole")
+    _, first = trained(devices[0], tmp_path / "cut", saves=True)
+    found, rest = trained(devices[1], tmp_path / "cut")
+    assert first + rest == draws
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)

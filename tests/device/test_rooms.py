@@ -56,7 +56,7 @@ def test_a_side_stream_polls_the_computation(device: torch.device) -> None:
         side.mark_used(beside)
         del beside
         with side.beside():
-            torch.zeros(3, device=device)
+            assert torch.zeros(3, device=device).tolist() == [0.0] * 3
         assert not is_through()
     assert doubled.tolist() == [2.0] * 3
     assert is_through()

@@ -14,6 +14,7 @@ from elche.comm.transport.device_messages import SideStream
 from elche.devices import choice, memory, random_state, streams
 from elche.errors import ConfigError
 from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.watch.model_sums import ModelSums
 from elche.trainer.micro_batches import MicroBatches
 from tests.comm.bus import Bus
 from tests.comm.plans import plan
@@ -84,6 +85,18 @@ def test_a_scalar_counts_when_the_device_has_computed_it(device: torch.device) -
         log.drain()
         log.clear()
         assert log.drain(final=True) == ()
+
+
+def test_frozen_parameters_are_summed_beside_common_values(
+    device: torch.device,
+) -> None:
+    frozen, trained = (
+        nn.Parameter(torch.full((3,), n, device=device)) for n in (1.0, 2.0)
+    )
+    sums = ModelSums({"frozen": frozen, "trained": trained}.items())
+    sums.begin(0, 0, {id(trained): torch.full((3,), 4.0)})
+    (check,) = sums.take(0)
+    assert check.total == 3 * 1.0 + 3 * 4.0
 
 
 @pytest.mark.parametrize("name", CODECS)

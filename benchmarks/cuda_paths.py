@@ -5,12 +5,12 @@
     python -m benchmarks.cuda_paths --device cpu --little    without an accelerator
 
 Runs the tests of devices, and trains `cuda_job.py` on one GPU alone, on the CPU alone,
-on two ranks of one GPU (gloo), on a GPU beside a CPU rank, each under every policy, with
-mixed precision, and with each codec. Then the parts for loops of one's own
+on two ranks of one GPU (gloo), on a GPU beside a CPU rank, each under every policy,
+with mixed precision, and with each codec. Then the parts for loops of one's own
 (`cuda_parts.py`: DistributedDataParallel, SyncBatchNorm, Replica, Pipeline, and large
-messages between its stages) on both mixes, against one process on the CPU; with two GPUs
-on both of them as well, through their own backend (NCCL). Ends with code 2 where there
-is no such device, with 1 if anything failed.
+messages between its stages) on both mixes, against one process on the CPU; with two
+GPUs on both of them as well, through their own backend (NCCL). Ends with code 2 where
+there is no such device, with 1 if anything failed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import elche
-from tests.device import AUTOLOAD, delays
+from tests.device import autoloaded, delays
 from tests.device.cases import draws
 
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
@@ -50,11 +50,10 @@ def test_a_loop_on_late_streams(device: torch.device, seed: int) -> None:
 def trained(folder: Path, devices: str, seeds: list[int]) -> list[list[dict[str, Any]]]:
     """What both ranks have left of each seed."""
     folder.mkdir()
-    path = os.pathsep.join([AUTOLOAD, os.environ["PYTHONPATH"]])
     command = [sys.executable, "-m", "elche", "run", "--devices", devices]
     done = subprocess.run(
         [*command, draws.__file__, str(folder), *map(str, seeds)],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": autoloaded()},
         capture_output=True,
         text=True,
         timeout=60 + 30 * len(seeds),

@@ -143,7 +143,8 @@ def train(seed: int, loop: Loop, elche: Any = PlainTorch) -> dict[str, Any]:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            seen += len(x)
+            # A rank without a share in a small last batch gets a sample of weight 0.
+            seen += len(x) if elche is PlainTorch or elche.batch_weight() else 0
         if loop.evaluates:
             model.eval()
             with torch.no_grad():

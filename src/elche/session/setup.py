@@ -226,11 +226,9 @@ def _move_state(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             moves_steps = group.get("fused") or group.get("capturable")
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                for name in state:
-                    if name != "step" or moves_steps:
-                        state[name] = to_device(state[name], device)
+            for state in (optimizer.state.get(each, {}) for each in group["params"]):
+                near = {k: v for k, v in state.items() if k != "step" or moves_steps}
+                state.update(to_device(near, device))
 
 
 def _begin_alone(

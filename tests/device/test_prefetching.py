@@ -25,7 +25,7 @@ from elche.runtime.data.prefetch import (
     most_ahead,
 )
 from elche.runtime.data.transfer import Copy, CopyStream
-from tests.device import DELAYS, delays, held, set_memory_bytes
+from tests.device import held
 
 WIDTH = 1 << 14
 BATCH_BYTES = 4 * WIDTH
@@ -87,14 +87,6 @@ def take_all(ahead: DevicePrefetcher[Any]) -> list[int]:
     return [tag for tag, *_ in bounds]
 
 
-@pytest.mark.parametrize("pattern", DELAYS)
-def test_late_streams_read_what_was_loaded(device: torch.device, pattern: str) -> None:
-    ahead = prefetcher(Source(*range(40)), device)
-    with delays(pattern, longest_us=1000, seed=3):
-        assert take_all(ahead) == [*range(40)]
-    assert ahead.depth == 2
-
-
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_memory_is_not_reused_while_it_is_read(
     device: torch.device, is_kept: bool, monkeypatch: pytest.MonkeyPatch
@@ -111,18 +103,6 @@ def test_memory_is_not_reused_while_it_is_read(
             addresses.append(data.data_ptr())
             del data
     assert (len(set(addresses)) == len(addresses)) is is_kept
-
-
-def test_copies_run_beside_the_training(device: torch.device) -> None:
-    ahead = prefetcher(Source(*range(40)), device)
-    for _ in range(12):
-        ahead.take()
-    with held():  # neither the copies nor the host wait for it
-        for _ in range(4):
-            ahead.take()
-        copy = ahead._held[-1].copy
-        assert copy is not None
-        copy.fence.synchronize()
 
 
 def test_copies_run_ahead_of_use_by_the_depth(device: torch.device) -> None:
@@ -185,23 +165,6 @@ def test_a_copy_reads_pinned_memory_if_asked(
     again = copies.copy(already, is_pinned)
     assert again.source.data_ptr() == already.data_ptr()
     copies.wait(again.fence)
-
-
-def test_a_full_device_lowers_the_depth_and_loses_nothing(
-    device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.accelerator.empty_cache()
-    set_memory_bytes(0, torch.accelerator.memory_reserved() + 40 * MB)
-    roomy = Memory(2**40, 2**39, 2**30)
-    ahead = prefetcher(Source(*range(9), width=4 * MB), device, read=roomy)
-    held_back = [ahead.take()[1], ahead.take()[1]]  # type: ignore[index]
-    assert ahead.depth == 0  # with the third there is no room
-    assert [data[-1].item() for data in held_back] == [0.0, 1.0]
-    held_back.clear()
-    assert take_all(ahead) == [*range(2, 9)]
-    assert [each.getMessage()[-25:] for each in caplog.records] == [
-        "m now on 0 are prefetched"
-    ]
 
 
 def test_the_gauge_sets_the_depth(device: torch.device) -> None:

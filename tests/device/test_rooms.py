@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec import CODECS
-from elche.comm.transport.device_messages import SideStream
 from elche.devices import choice, memory, random_state, streams
 from elche.errors import ConfigError
 from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.watch.model_sums import ModelSums
 from elche.trainer.micro_batches import MicroBatches
-from tests.comm.bus import Bus
-from tests.comm.plans import plan
 from tests.device import held, set_memory_bytes
 
 CPU = torch.device("cpu")
@@ -44,23 +40,6 @@ def test_random_numbers_are_saved_and_forked(device: torch.device) -> None:
         random_state.seed([device], 5)
         torch.rand(4, device=device)
     assert torch.equal(torch.rand(4, device=device), drawn)
-
-
-def test_a_side_stream_polls_the_computation(device: torch.device) -> None:
-    side = SideStream(device)
-    with held():
-        is_through = side.computed()
-        with side.beside():
-            beside = torch.ones(3, device=device)
-            assert beside.tolist() == [1.0] * 3
-        doubled = beside * 2
-        side.mark_used(beside)
-        del beside
-        with side.beside():
-            assert torch.zeros(3, device=device).tolist() == [0.0] * 3
-        assert not is_through()
-    assert doubled.tolist() == [2.0] * 3
-    assert is_through()
 
 
 def test_a_scalar_counts_when_the_device_has_computed_it(device: torch.device) -> None:
@@ -114,31 +93,6 @@ def test_a_codec_encodes_to_the_same_bytes(device: torch.device, name: str) -> N
         codec.decode(codes, scales, out)
         found.append([codes.cpu(), scales.cpu(), out.cpu()])
     assert all(map(torch.equal, *found))
-
-
-def test_averages_of_a_device_and_a_cpu_are_equal(device: torch.device) -> None:
-    bus, ranks = Bus(2), []
-    for rank, place in enumerate((device, CPU)):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3)).to(place)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0)]
-        averager = OverlappedAverager(
-            list(model.parameters()), model, lambda o=optimizers: o, bus.group(rank)
-        )
-        averager.build()
-        ranks.append((model, averager))
-    for window, drained in enumerate((False, True)):
-        for rank, (model, averager) in enumerate(ranks):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.5 + rank)
-            averager.snapshot(1.0)
-        for _, averager in ranks:
-            averager.begin(plan(window=window))
-        for _, averager in ranks:
-            averager.adopt(plan(window=window), drained=drained)
-    ours, theirs = (model.state_dict().values() for model, _ in ranks)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_full_device_trains_in_micro_batches(device: torch.device) -> None:

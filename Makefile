@@ -50,6 +50,7 @@ test: $(STAMP) ## the tests, without the slow ones
 
 test-full: $(STAMP) ## the slow ones as well
 	$(PYTEST) $(WITHOUT) $(BY_FILE)
+	$(PYTEST) tests/device
 
 # Another tenth every hundred commits, so that a landing is tried with one of them.
 TENTH ?= $(shell { git rev-list --count HEAD 2>/dev/null || echo 0; } | sed 's/..$$//; s/.*\(.\)$$/\1/')
@@ -68,7 +69,7 @@ test-ray-full: $(RAY_STAMP) $(INTEGRATIONS_STAMP) ## the slow ones as well
 # Built beforehand, so that no test's time is spent on it.
 test-device: $(STAMP) ## streams, memory and models on the test device (C++ compiler)
 	$(BIN)/python -m tests.device.build
-	$(PYTEST) tests/device
+	$(PYTEST) -m "not slow" tests/device
 
 test-wheel: $(STAMP) ## two ranks from the wheel, installed without extras
 	rm -rf build/wheel build/bare
@@ -86,8 +87,10 @@ test-floor: $(STAMP) ## torch's private names and comm/ on the oldest torch (2.9
 		-m "not slow" $(BY_FILE) tests/test_torch_internals.py tests/comm tests/ddp \
 		tests/by_hand
 
-fuzz: $(STAMP) ## property tests, FUZZ_EXAMPLES (10000) each, freshly drawn
+fuzz: $(STAMP) ## property tests, FUZZ_EXAMPLES (10000) each, and loops on late streams
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m hypothesis --timeout=0
+	FUZZ_LOOPS=$${FUZZ_LOOPS:-1000} FUZZ_PAIRS=$${FUZZ_PAIRS:-100} FUZZ_FIRST=$$(date +%s) \
+		$(PYTEST) tests/device/test_fuzz.py --timeout=0
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -48,7 +48,7 @@ def main() -> None:
         batch_size=64,
         shuffle=True,
         num_workers=options.workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=torch.accelerator.is_available(),
         persistent_workers=options.workers > 0,
     )
     model = network(options.width)
@@ -57,7 +57,7 @@ def main() -> None:
         model, optimizer, loader, codec=options.codec
     )
     kind = elche.device().type
-    scaler = torch.amp.GradScaler(kind, enabled=options.amp and kind == "cuda")
+    scaler = torch.amp.GradScaler(kind, enabled=options.amp and kind != "cpu")
     losses, rates = [], []
     for _ in range(options.epochs):
         started_s, total, count = time.perf_counter(), torch.zeros(()), 0

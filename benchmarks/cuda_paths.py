@@ -1,16 +1,16 @@
-"""Every CUDA path in one call: tests, then rank mixes under each policy, one table.
+"""Every path of an accelerator in one call: tests, then all mixes of ranks, one table.
 
-    python benchmarks/cuda_paths.py --json cuda.json
-    python benchmarks/cuda_paths.py --cpu                 the same script without a GPU
+    python -m benchmarks.cuda_paths --json cuda.json
+    python -m benchmarks.cuda_paths --device xpu
+    python -m benchmarks.cuda_paths --device cpu --little    without an accelerator
 
-Runs the tests that need CUDA (copy streams, prefetch), and trains `cuda_job.py` on one
-GPU alone, on the CPU alone, on two ranks of one GPU (gloo), on a GPU beside a CPU rank,
-each under every policy, with mixed precision, and with each codec. Then the parts for
-loops of one's own (`cuda_parts.py`: DistributedDataParallel, SyncBatchNorm, Replica,
-Pipeline, and large messages between its stages) on both mixes, against one process on
-the CPU; with two GPUs on both of them as well, through NCCL. Needs one CUDA device;
-ends with code 2 where there is none, with 1 if anything failed. ``--cpu`` puts CPU
-ranks in the GPU's place, with little work and no tests: that the script runs.
+Runs the tests of devices, and trains `cuda_job.py` on one GPU alone, on the CPU alone,
+on two ranks of one GPU (gloo), on a GPU beside a CPU rank, each under every policy,
+with mixed precision, and with each codec. Then the parts for loops of one's own
+(`cuda_parts.py`: DistributedDataParallel, SyncBatchNorm, Replica, Pipeline, and large
+messages between its stages) on both mixes, against one process on the CPU; with two
+GPUs on both of them as well, through their own backend (NCCL). Ends with code 2 where
+there is no such device, with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from elche.devices import choice
 
 HERE = Path(__file__).resolve().parent
 POLICIES = ("sync", "cadence", "async", "auto")
 CODECS = ("bf16", "int8", "int4")
 PARTS = ("ddp", "sync_batch_norm", "replica", "pipeline", "messages")
-MIXES = (("two ranks of one gpu", "cuda:0,cuda:0"), ("gpu and cpu", "cuda:0,cpu"))
-TWO_GPUS = ("two gpus", "cuda:0,cuda:1")
+MIXES = (("two ranks of one gpu", "gpu:0,gpu:0"), ("gpu and cpu", "gpu:0,cpu"))
+TWO_GPUS = ("two gpus", "gpu:0,gpu:1")
 WORST_DIFFERENCE = 1e-9
 """Of a part in float64; devices sum in other orders."""
 JOB_TIMEOUT_S = 150.0
@@ -45,7 +46,7 @@ class Case:
 
     Attributes:
         name: in the table.
-        devices: of the ranks.
+        devices: of the ranks; `gpu` is the accelerator's type.
         script: beside this file, and its options.
         environment: what to set for it.
     """
@@ -56,11 +57,14 @@ class Case:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def run_case(case: Case) -> dict[str, object]:
-    """Runs once; the script's figures, or what went wrong."""
+def run_case(case: Case, kind: str, little: bool) -> dict[str, object]:
+    """Runs once on a type of device; the script's figures, or what went wrong."""
     script, *options = case.script
-    command = [sys.executable, "-m", "elche", "run", "--devices", case.devices]
+    devices = case.devices.replace("gpu", kind)
+    command = [sys.executable, "-m", "elche", "run", "--devices", devices]
     command += [str(HERE / script), *options]
+    if little and script == "cuda_job.py":
+        command += LITTLE_WORK
     environment = {**os.environ, "OMP_NUM_THREADS": "4", **dict(case.environment)}
     started_s = time.monotonic()
     try:
@@ -89,11 +93,11 @@ def job(name: str, devices: str, policy: str, *options: str) -> Case:
     return Case(name, devices, ("cuda_job.py", *options), environment)
 
 
-def cases() -> list[Case]:
+def cases(has_two_gpus: bool) -> list[Case]:
     """What is run on a machine with one GPU, and what on one with more."""
     alone = [
-        job("gpu alone", "cuda:0", "sync"),
-        job("gpu alone, bf16", "cuda:0", "sync", "--amp"),
+        job("gpu alone", "gpu:0", "sync"),
+        job("gpu alone, bf16", "gpu:0", "sync", "--amp"),
         job("cpu alone", "cpu", "sync", "--epochs", "1"),
     ]
     together = [
@@ -102,7 +106,7 @@ def cases() -> list[Case]:
         for policy in POLICIES
     ]
     amp = [
-        job(f"gpu and cpu, bf16, {policy}", "cuda:0,cpu", policy, "--amp")
+        job(f"gpu and cpu, bf16, {policy}", "gpu:0,cpu", policy, "--amp")
         for policy in ("sync", "async")
     ]
     coded = [
@@ -113,30 +117,15 @@ def cases() -> list[Case]:
     ]
     parts = [
         Case(f"{name}: {part}", devices, ("cuda_parts.py", part))
-        for name, devices in (*MIXES, *([TWO_GPUS] if has_two_gpus() else []))
+        for name, devices in (*MIXES, *([TWO_GPUS] if has_two_gpus else []))
         for part in PARTS
     ]
     return [*alone, *together, *amp, *coded, *parts]
 
 
-def has_two_gpus() -> bool:
-    """Whether NCCL has two devices to go between."""
-    return torch.cuda.device_count() > 1
-
-
-def on_cpu(case: Case) -> Case:
-    """The same with CPU ranks only, and little work."""
-    script = tuple(each.replace("cuda:0", "cpu") for each in case.script)
-    if script[0] == "cuda_job.py":
-        script = (*script, *LITTLE_WORK)
-    return replace(case, devices=re.sub(r"cuda:\d", "cpu", case.devices), script=script)
-
-
-def run_tests() -> int:
-    """The tests that need CUDA; pytest's exit code."""
-    tests = HERE.parent / "tests"
-    files = [str(path) for path in tests.rglob("test_*cuda*.py")]
-    command = [sys.executable, "-m", "pytest", "-q", *files]
+def run_tests(kind: str) -> int:
+    """The tests of devices, on this type of them; make's exit code."""
+    command = ["make", "test-device", f"DEVICE={kind}"]
     return subprocess.run(command, cwd=HERE.parent, check=False).returncode
 
 
@@ -155,19 +144,22 @@ def main() -> int:
     """Runs all; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--cpu", action="store_true", help="without a GPU")
+    parser.add_argument("--device", default="cuda", help="type of device, or cpu")
+    parser.add_argument("--little", action="store_true", help="little work, no tests")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     options = parser.parse_args()
-    if not options.cpu and not torch.cuda.is_available():
-        print("this machine has no CUDA device", file=sys.stderr)
+    kind, little = options.device, options.little
+    count = torch.accelerator.device_count() if kind == choice.kind() else 0
+    if kind != "cpu" and not count:
+        print(f"torch can use no {kind} device here", file=sys.stderr)
         return 2
-    device = "CPU ranks" if options.cpu else torch.cuda.get_device_name(0)
+    device = choice.product_name(torch.device(kind))
     print(f"torch {torch.__version__}, {device}")
-    tests_code = 0 if options.cpu or options.only else run_tests()
+    tests_code = 0 if little or options.only else run_tests(kind)
     results: dict[str, dict[str, object]] = {}
-    for case in cases():
+    for case in cases(has_two_gpus=count > 1):
         if options.only in case.name:
-            found = run_case(on_cpu(case) if options.cpu else case)
+            found = run_case(case, kind, little)
             results[case.name] = found
             print(f"{case.name:40} {shown(found)}", flush=True)
             if "error" in found:
@@ -181,7 +173,7 @@ def main() -> int:
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     failed = any("error" in found for found in results.values())
-    return 1 if failed or tests_code not in (0, 5) else 0
+    return 1 if failed or tests_code else 0
 
 
 if __name__ == "__main__":

@@ -29,9 +29,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests import device as test_device
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
-ELCHE = ("-m", "elche", "run", "--speeds", "1,0.5", "--ms-per-sample", "0.2")
+ELCHE = ("-m", "elche", "run")
+EMULATED = ("--speeds", "1,0.5", "--ms-per-sample", "0.2")
 BOUNDS = {"E": 1e-5, "S": float("inf")}
 SEEDS = range(5)
 T_999 = 8.61
@@ -41,6 +44,8 @@ pytestmark = pytest.mark.distributed
 
 Plain = Callable[[str, int], dict[str, Any]]
 """Result of a plain script by its name and seed."""
+Launcher = Callable[[str], tuple[str, ...]]
+"""Command of two ranks by their policy."""
 
 
 class Declared(NamedTuple):
@@ -72,11 +77,12 @@ def run(
 ) -> tuple[int, str]:
     """Runs a script, under a launcher if one is given: exit code and errors."""
     folder.mkdir()
+    path = os.pathsep.join([str(SCRIPTS), os.environ["PYTHONPATH"]])
     script = folder / f"{name}.py"
     script.write_text(form(name, is_elche=bool(options))[0])
     ended = subprocess.run(
         (sys.executable, *options, str(script), str(folder)),
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS), "SEED": str(seed)},
+        env={**os.environ, "PYTHONPATH": path, "SEED": str(seed)},
         stderr=subprocess.PIPE,
         text=True,
         timeout=280,
@@ -132,11 +138,24 @@ def differences(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> set[st
     return {name for name, same in is_same.items() if not same}
 
 
+@pytest.fixture(params=["emulated", "on devices"])
+def ranks_of(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Launcher:
+    """Launcher of two unequal ranks, emulated or on test devices."""
+    if request.param == "emulated":
+        return lambda policy: (*ELCHE, *EMULATED, "--policy", policy)
+    launched = test_device.launched
+    return lambda p: (*ELCHE, *launched(p, monkeypatch), "--policy", p)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORPUS)
-def test_the_default(name: str, tmp_path: Path, plain: Plain) -> None:
+def test_the_default(
+    name: str, tmp_path: Path, plain: Plain, ranks_of: Launcher
+) -> None:
     """Ranks step together: the plain script's result, to rounding or by chance."""
-    ranks, expected = results(name, tmp_path / "run", ELCHE), plain(name, 0)
+    ranks, expected = results(name, tmp_path / "run", ranks_of("sync")), plain(name, 0)
     assert distance(ranks, expected) <= BOUNDS[CORPUS[name].sync]
     assert not differences(ranks, expected)
 
@@ -149,7 +168,7 @@ def test_the_default(name: str, tmp_path: Path, plain: Plain) -> None:
 def test_the_default_over_seeds(name: str, tmp_path: Path, plain: Plain) -> None:
     """Scripts that draw at random end where the plain one ends, in the mean."""
     gaps = [
-        results(name, tmp_path / str(seed), ELCHE, seed)[0]["score"]
+        results(name, tmp_path / str(seed), (*ELCHE, *EMULATED), seed)[0]["score"]
         - plain(name, seed)["score"]
         for seed in SEEDS
     ]
@@ -159,14 +178,15 @@ def test_the_default_over_seeds(name: str, tmp_path: Path, plain: Plain) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
 @pytest.mark.parametrize("name", sorted(CORPUS))
-def test_policies(name: str, policy: str, tmp_path: Path, plain: Plain) -> None:
+def test_policies(
+    name: str, policy: str, tmp_path: Path, plain: Plain, ranks_of: Launcher
+) -> None:
     """In windows the parameters are others, the script keeps its meaning.
 
     `auto` does what is declared of one of both.
     """
     kind, *named = CORPUS[name].windows.split(maxsplit=1)
-    command = (*ELCHE, "--policy", policy)
-    code, errors = run(name, tmp_path / "run", command)
+    code, errors = run(name, tmp_path / "run", ranks_of(policy))
     if code or (kind == "N" and policy != "auto"):
         assert code != 0
         assert kind == "N", errors

@@ -25,7 +25,8 @@ from benchmarks.record import write_record
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
-ELCHE = ("-m", "elche", "run", "--speeds", "1,0.4", "--ms-per-sample", "0.05")
+EMULATED = ("--speeds", "1,0.4", "--ms-per-sample", "0.05")
+"""Options of `elche run`: two ranks."""
 POLICIES = ("sync", "cadence", "async", "auto")
 LAUNCH_S = 1700.0
 
@@ -63,21 +64,25 @@ def run_plain(names: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_policy(
-    policy: str, plain: dict[str, dict[str, Any]], folder: Path
+    policy: str,
+    plain: dict[str, dict[str, Any]],
+    folder: Path,
+    ranks: Sequence[str] = EMULATED,
 ) -> dict[str, Verdict]:
     """Verdicts of features under a policy; after a refusal the others go on anew."""
     verdicts: dict[str, Verdict] = {}
     while left := [name for name in plain if name not in verdicts]:
         print(f"{policy}: {left[0]} and {len(left) - 1} more", file=sys.stderr)
-        errors = launch((*ELCHE, "--policy", policy), left, folder)
+        command = ("-m", "elche", "run", *ranks, "--policy", policy)
+        errors = launch(command, left, folder)
         said = _said(errors)
         for name in left:
-            ranks = results(name, folder, 2)
-            if not ranks:
+            found = results(name, folder, 2)
+            if not found:
                 verdicts[name] = Verdict(refused=_refusal(name, folder, errors))
                 break
             verdicts[name] = replace(
-                compare(ranks, plain[name]), said=tuple(said.get(name, ()))
+                compare(found, plain[name]), said=tuple(said.get(name, ()))
             )
     return verdicts
 
@@ -123,12 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--features", default=",".join(FEATURES))
+    parser.add_argument("--devices", help="of two ranks, instead of emulated ones")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true", help="print the docs' table")
     asked = parser.parse_args()
     if asked.docs:
         print(docs_rows(), end="")
         return
+    ranks = ("--devices", asked.devices) if asked.devices else EMULATED
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,7 +143,7 @@ def main() -> None:
         plain = run_plain(asked.features.split(","), folder / "plain")
         for policy in asked.policies.split(","):
             (folder / policy).mkdir()
-            found[policy] = run_policy(policy, plain, folder / policy)
+            found[policy] = run_policy(policy, plain, folder / policy, ranks)
     print(table(found))
     for policy, verdicts in found.items():
         for name, verdict in verdicts.items():

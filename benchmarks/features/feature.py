@@ -21,6 +21,8 @@ INPUTS, CLASSES = 12, 4
 class PlainTorch:
     """Stands where a script says `elche` and nothing is to happen."""
 
+    device = staticmethod(lambda: torch.device("cpu"))
+
     @staticmethod
     def setup(*arguments: Any, **options: Any) -> tuple[Any, ...]:
         """Model, optimizer and loader as they are."""
@@ -61,7 +63,7 @@ class Trained:
         """Plain data to save and compare."""
         state = self.model.state_dict()
         return {
-            "state": {name: each.detach().clone() for name, each in state.items()},
+            "state": {name: each.to("cpu", copy=True) for name, each in state.items()},
             "lr": [float(group["lr"]) for group in self.optimizer.param_groups],
             "losses": self.seen.losses,
         }
@@ -113,6 +115,14 @@ def labelled(samples: int = SAMPLES) -> TensorDataset:
     teacher = torch.randn(INPUTS, CLASSES, generator=draw)
     x = torch.randn(samples, INPUTS, generator=draw)
     return TensorDataset(x, (x @ teacher).argmax(1))
+
+
+def loss_over(model: nn.Module, batches: Any) -> Tensor:
+    """Mean of the losses of batches that no loader of elche's has moved."""
+    device = next(model.parameters()).device
+    moved = ((x.to(device), y.to(device)) for x, y in batches)
+    with torch.no_grad():
+        return torch.stack([F.cross_entropy(model(x), y) for x, y in moved]).mean()
 
 
 def network() -> nn.Sequential:

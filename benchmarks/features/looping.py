@@ -21,6 +21,7 @@ from benchmarks.features.feature import (
     epochs_of,
     feature,
     labelled,
+    loss_over,
     network,
     step,
 )
@@ -39,15 +40,14 @@ def endless(loader: Any) -> Iterator[Any]:
 def early_stop(elche: Any) -> Trained:
     """Early stop by the loss over a second loader."""
     model, loader, seen = network(), batches_of(), Seen()
-    x_val, y_val = labelled(400)[HELD_OUT]
+    held_out = labelled(400)[HELD_OUT]
     optimizer = adamw(model, lr=0.1)
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     best, bad = float("inf"), 0
     for _epoch in range(4 * EPOCHS):
         for x, y in loader:
             step(model, optimizer, x, y, seen)
-        with torch.no_grad():
-            now = F.cross_entropy(model(x_val), y_val).item()
+        now = loss_over(model, [held_out]).item()
         bad = 0 if now < 0.95 * best else bad + 1
         best = min(best, now)
         if bad == 2:
@@ -194,7 +194,7 @@ def progress_bar(elche: Any) -> Trained:
 def evaluation(elche: Any) -> Trained:
     """Evaluation under `no_grad` inside the epoch."""
     model, loader, seen = network(), batches_of(), Seen()
-    x_val, y_val = labelled(400)[HELD_OUT]
+    held_out = labelled(400)[HELD_OUT]
     optimizer = adamw(model)
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for _epoch in range(EPOCHS):
@@ -202,7 +202,6 @@ def evaluation(elche: Any) -> Trained:
             step(model, optimizer, x, y, seen)
             if i % 5 == 0:
                 model.eval()
-                with torch.no_grad():
-                    assert F.cross_entropy(model(x_val), y_val).isfinite()
+                assert loss_over(model, [held_out]).isfinite()
                 model.train()
     return Trained(model, optimizer, seen)

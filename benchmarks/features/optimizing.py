@@ -95,7 +95,7 @@ def bf16(elche: Any) -> Trained:
     for _epoch in range(EPOCHS):
         for x, y in loader:
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(x.device.type, dtype=torch.bfloat16):
                 loss = F.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
@@ -108,12 +108,12 @@ def grad_scaler(elche: Any) -> Trained:
     """Autocast to float16, GradScaler, unscaled for clipping."""
     model, loader, seen = network(), batches_of(), Seen()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(elche.device().type, init_scale=2.0**10)
     model, optimizer, loader = elche.setup(model, optimizer, loader)
     for _epoch in range(EPOCHS):
         for x, y in loader:
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
+            with torch.autocast(x.device.type, dtype=torch.float16):
                 loss = F.cross_entropy(model(x), y)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -127,7 +127,7 @@ def grad_scaler(elche: Any) -> Trained:
 @feature("D parameters", why="a hook sees the gradient of a rank's own samples")
 def gradient_hook(elche: Any) -> Trained:
     """Gradients clamped by `register_hook`."""
-    model, loader = network(), batches_of()
+    model, loader = network().to(elche.device()), batches_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 from benchmarks.features.feature import (
@@ -16,6 +14,7 @@ from benchmarks.features.feature import (
     batches_of,
     feature,
     labelled,
+    loss_over,
     network,
     step,
 )
@@ -110,7 +109,5 @@ def plateau(elche: Any) -> Trained:
     for _epoch in range(2 * EPOCHS):
         for x, y in loader:
             step(model, optimizer, x, y, seen)
-        with torch.no_grad():
-            losses = [F.cross_entropy(model(x), y) for x, y in held_out]
-        scheduler.step(torch.stack(losses).mean())
+        scheduler.step(loss_over(model, held_out))
     return Trained(model, optimizer, seen)

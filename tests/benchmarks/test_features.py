@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.features.__main__ import POLICIES, docs_rows, run_plain, run_policy
+from benchmarks.features.__main__ import (
+    EMULATED,
+    POLICIES,
+    docs_rows,
+    run_plain,
+    run_policy,
+)
 from benchmarks.features.everything import FEATURES
 from benchmarks.features.verdict import compare
+from tests import device as test_device
 
 DOCS = Path(__file__).parents[2] / "docs" / "features.md"
 
@@ -21,13 +28,17 @@ def test_the_docs_have_what_is_declared() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("is_emulated", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_features_do_what_is_declared(policy: str, tmp_path: Path) -> None:
-    """Beside plain PyTorch, on two unequal ranks."""
+def test_features_do_what_is_declared(
+    policy: str, is_emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside plain PyTorch, on two unequal ranks, emulated or on test devices."""
+    ranks = EMULATED if is_emulated else test_device.launched(policy, monkeypatch)
     (tmp_path / "plain").mkdir()
     (tmp_path / policy).mkdir()
     plain = run_plain([*FEATURES], tmp_path / "plain")
-    found = run_policy(policy, plain, tmp_path / policy)
+    found = run_policy(policy, plain, tmp_path / policy, ranks)
     assert not [
         (name, verdict)
         for name, verdict in found.items()

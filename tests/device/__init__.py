@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
@@ -40,6 +41,14 @@ DELAYS = {
     "random": (1, 1),
 }
 """Whether kernels of default streams and of all others are delayed, by pattern."""
+
+RANKS = {
+    "sync": "tdev:0,tdev:1",
+    "cadence": "tdev:0,cpu",
+    "async": "tdev:0,tdev:1",
+    "auto": "tdev:0,cpu",
+}
+"""Devices of two ranks by policy: summed by `BACKEND`, or through gloo."""
 
 _extension: Any = None
 
@@ -133,6 +142,26 @@ def kernel_count() -> int:
 def host_operator_counts() -> dict[str, int]:
     """Calls, by operator, that made the host wait for the device."""
     return dict(extension().host_operator_counts())
+
+
+def launched(policy: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Options of `elche run` for two ranks on devices of unequal speed."""
+    monkeypatch.setenv("PYTHONPATH", autoloaded())
+    monkeypatch.setenv("TEST_DEVICE_KERNEL_US", "1:50")
+    return ("--devices", RANKS[policy])
+
+
+def autoloaded() -> str:
+    """PYTHONPATH of processes that have the device once they have imported torch.
+
+    Builds the device; a test that asks for it is skipped without a compiler.
+    """
+    from tests.device import build
+
+    if compiler := build.missing_compiler():
+        pytest.skip(f"{compiler}, which builds the test device, is not installed")
+    build.built()
+    return os.pathsep.join([AUTOLOAD, os.environ["PYTHONPATH"]])
 
 
 def _per_device(text: str) -> dict[int, float]:

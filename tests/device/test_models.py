@@ -109,6 +109,14 @@ def test_delays_change_no_number(device: torch.device) -> None:
         assert losses(device) == expected
 
 
+def test_evaluation_equals_cpu(device: torch.device) -> None:
+    model, (_, batch) = mlp().eval(), MODELS["mlp"]
+    with torch.no_grad():
+        expected = model(batch)
+        found = model.to(device)(batch.to(device)).cpu()
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_equals_cpu(device: torch.device, optimizer: str) -> None:
     expected = losses("cpu", "mlp", optimizer)

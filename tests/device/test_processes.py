@@ -29,9 +29,8 @@ def test_environment_configures_a_child(device: torch.device) -> None:
         "    ends.append(marks[0].elapsed_time(marks[1]))\n"
         "print(ends[0] >= 1, ends[1] >= 4 + 1 + 2)\n"
     )
-    path = os.pathsep.join([test_device.AUTOLOAD, os.environ["PYTHONPATH"]])
     variables = {
-        "PYTHONPATH": path,
+        "PYTHONPATH": test_device.autoloaded(),
         "TEST_DEVICE_COUNT": "3",
         "TEST_DEVICE_KERNEL_US": "0:1000,1:4000",
         "TEST_DEVICE_ELEMENT_NS": "1:1000",

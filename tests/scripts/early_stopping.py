@@ -16,8 +16,11 @@ MAX_EPOCHS, PATIENCE = 40, 3
 
 def evaluate(model, loader):
     model.eval()
+    device, total = next(model.parameters()).device, 0.0
     with torch.no_grad():
-        total = sum(F.mse_loss(model(x), y, reduction="sum").item() for x, y in loader)
+        for x, y in loader:
+            out = model(x.to(device))
+            total += F.mse_loss(out, y.to(device), reduction="sum").item()
     model.train()
     return total / len(loader.dataset)
 

@@ -69,6 +69,8 @@ for _epoch in range(EPOCHS):
         samples += len(images)
 
 model.eval()
+device = next(model.parameters()).device
 with torch.no_grad():
-    losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in test_loader]
+    moved = ((x.to(device), y.to(device)) for x, y in test_loader)
+    losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in moved]
 save(model, scheduler.get_last_lr()[0], samples, sum(losses) / len(test_set))

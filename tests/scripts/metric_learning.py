@@ -23,7 +23,7 @@ class Embedder(nn.Module):
 
 def contrastive_loss(embeddings, labels):
     """Mean over pairs of one label, against all others of the batch."""
-    itself = torch.eye(len(labels), dtype=torch.bool)
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     similarity = embeddings @ embeddings.T / TEMPERATURE
     log_p = F.log_softmax(similarity.masked_fill(itself, float("-inf")), dim=1)
     is_pair = (labels[:, None] == labels[None, :]) & ~itself

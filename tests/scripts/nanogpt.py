@@ -54,7 +54,7 @@ class GPT(nn.Module):
         self.head.weight = self.wte.weight
 
     def forward(self, idx, targets):
-        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
         logits = self.head(self.blocks(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

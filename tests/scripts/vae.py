@@ -62,6 +62,6 @@ for _epoch in range(2):
 
 model.eval()
 with torch.no_grad():
-    held_out = images[1500:]
+    held_out = images[1500:].to(next(model.parameters()).device)
     score = loss_function(model(held_out)[0], held_out, *model(held_out)[1:])
 save(model, optimizer.param_groups[0]["lr"], samples, score / len(held_out))

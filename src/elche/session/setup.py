@@ -23,6 +23,7 @@ from elche.devices import choice
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
+from elche.runtime.data.transfer import to_device
 from elche.runtime.emulation import emulate
 from elche.runtime.loader import RunLoader, check_unstarted
 from elche.runtime.process.environment import Placement, read_placement
@@ -150,6 +151,7 @@ def _place(
     weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
     choice.use(placement.device)
     move_model(model, placement.device, optimizers)
+    _move_state(optimizers, placement.device)
     if placement.emulation is not None:
         process.emulation = emulate(model, placement.emulation)
     world_size, seed = placement.world_size, asked.config.seed
@@ -224,6 +226,21 @@ def move_model(
             f"({', '.join(others[:3]) or error}), which the optimizer does not hold; "
             "call model.to(elche.device()) before you build the optimizer"
         ) from error
+
+
+def _move_state(
+    optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> None:
+    """Moves state that was loaded into optimizers before the model was moved.
+
+    Step counts stay on the host, unless the optimizer computes with them on the device.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            moves_steps = group.get("fused") or group.get("capturable")
+            for state in (optimizer.state.get(each, {}) for each in group["params"]):
+                near = {k: v for k, v in state.items() if k != "step" or moves_steps}
+                state.update(to_device(near, device))
 
 
 def _begin_alone(

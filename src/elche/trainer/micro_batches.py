@@ -195,7 +195,7 @@ class MicroBatches:
             size,
             self._device,
             cap,
-            error,
+            str(error),  # its traceback would keep the attempt's tensors alive
         )
         self.max_samples = cap
         if self._host is not None:

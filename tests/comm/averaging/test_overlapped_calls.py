@@ -219,31 +219,3 @@ def test_memory_is_counted() -> None:
         averager.begin(step)
         averager.adopt(step)
         assert averager.extra_bytes == 96
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_parameters_on_a_cuda_device_meet_those_on_the_cpu() -> None:
-    bus = Bus(2)
-    ranks = []
-    for rank, device in enumerate(("cuda", "cpu")):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3)).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        averager = OverlappedAverager(
-            list(model.parameters()), model, lambda o=optimizer: [o], bus.group(rank)
-        )
-        averager.build()
-        ranks.append((model, averager))
-    for window, drained in enumerate((False, True)):
-        for rank, (model, averager) in enumerate(ranks):
-            for parameter in model.parameters():
-                moved(parameter, 0.5 + rank)
-            averager.snapshot(1.0)
-        for _, averager in ranks:
-            averager.begin(plan(window=window))
-        for _, averager in ranks:
-            averager.adopt(plan(window=window), drained=drained)
-    for ours, theirs in zip(
-        ranks[0][0].parameters(), ranks[1][0].parameters(), strict=True
-    ):
-        assert torch.equal(ours.cpu(), theirs)

@@ -223,23 +223,3 @@ def test_unknown_codecs_are_refused() -> None:
         ConfigError, match="unknown codec 'int3'; expected one of: fp32, bf16, int8"
     ):
         codec_named("int3")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", NAMES)
-def test_a_cuda_device_encodes_to_the_same_bytes(name: str) -> None:
-    codec, blocks = CODECS[name], 1000
-    values = torch.randn(
-        blocks, codec.block, generator=torch.Generator().manual_seed(5)
-    )
-    found = []
-    for device in ("cpu", "cuda"):
-        codes = torch.zeros(blocks, codec.code_bytes, dtype=torch.uint8, device=device)
-        scales = torch.zeros(
-            blocks * codec.scale_bytes // 2, dtype=torch.bfloat16, device=device
-        )
-        out = torch.zeros_like(values, device=device)
-        assert codec.encode(values.to(device), codes, scales)
-        codec.decode(codes, scales, out)
-        found.append([codes.cpu(), scales.cpu(), out.cpu()])
-    assert all(map(torch.equal, *found))

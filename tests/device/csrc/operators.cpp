@@ -200,6 +200,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     for (size_t r = 0; r < fresh.size(); r++) {
       if (!fresh[r].defined()) continue;
       const Tensor made = host[r].toTensor();
+      if (made.numel() == 0) continue; // the CPU saves no statistics in evaluation
       TORCH_CHECK_NOT_IMPLEMENTED(
           made.sizes() == fresh[r].sizes(), "test device: the CPU's ", op.schema().name(),
           " returned the shape ", made.sizes(), ", torch foresaw ", fresh[r].sizes());

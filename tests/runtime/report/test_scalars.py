@@ -11,55 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elche.errors import ConfigError
-from elche.runtime.report import scalars
 from elche.runtime.report.scalars import BUFFER_VALUES, ScalarLog
-
-
-class HeldCopy(scalars.Readback):
-    """A copy that is done when the test says so."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        super().__init__(values.detach().clone())
-        self.has_graph = values.requires_grad
-        self.done = False
-        self.waits = 0
-
-    def is_done(self) -> bool:
-        return self.done
-
-    def values(self) -> list[float]:
-        self.waits += not self.done
-        return super().values()
-
-
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[HeldCopy]:
-    """Copies begun, which are held back from now on."""
-    begun: list[HeldCopy] = []
-
-    def begin(values: torch.Tensor) -> HeldCopy:
-        begun.append(HeldCopy(values))
-        return begun[-1]
-
-    monkeypatch.setattr(scalars, "Readback", begin)
-    return begun
-
-
-class Operations(TorchDispatchMode):
-    """Notes every operation that torch runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def test_sums_are_weighted() -> None:
@@ -90,46 +44,6 @@ def test_sums_are_exact(logged: list[tuple[float, float, bool]]) -> None:
     weighted_sum = math.fsum(value * weight for value, weight, _ in logged)
     total = sum(weight for _, weight, _ in logged)
     assert log.drain(final=True) == (("loss", weighted_sum, total),)
-
-
-def test_a_value_counts_when_the_device_has_computed_it(copies: list[HeldCopy]) -> None:
-    log = ScalarLog()
-    log.log("loss", torch.tensor(2.0), 3.0)
-    log.log("plain", 5.0, 1.0)
-    assert log.drain() == (("plain", 5.0, 1.0),)
-    log.log("loss", torch.tensor(4.0), 1.0)
-    assert log.drain() == ()
-    copies[1].done = True
-    assert log.drain() == (("loss", 4.0, 1.0),)
-    copies[0].done = True
-    assert log.drain() == (("loss", 6.0, 3.0),)
-    assert [copy.waits for copy in copies] == [0, 0]
-    log.log("loss", torch.tensor(2.0), 3.0)
-    assert log.drain() == ()
-    assert log.drain(final=True) == (("loss", 6.0, 3.0),)
-    assert [copy.waits for copy in copies] == [0, 0, 1]
-
-
-def test_what_is_forgotten_is_not_waited_for(copies: list[HeldCopy]) -> None:
-    log = ScalarLog()
-    log.log("loss", torch.tensor(1.0), 1.0)
-    log.drain()
-    log.log("loss", torch.tensor(2.0), 1.0)
-    log.log("plain", 3.0, 1.0)
-    log.clear()
-    assert log.drain(final=True) == ()
-    assert [copy.waits for copy in copies] == [0]
-
-
-def test_logging_reads_nothing_from_the_device() -> None:
-    """What makes the host wait is `aten::_local_scalar_dense`, or a copy to it."""
-    log = ScalarLog()
-    log.log("loss", torch.tensor(1.0), 1.0)
-    value = torch.tensor([2.0], requires_grad=True)
-    with Operations() as seen:
-        log.log("loss", value, 1.0)
-    assert "copy_" in seen.names
-    assert not {"_local_scalar_dense", "_to_copy", "item"} & set(seen.names)
 
 
 def test_more_values_than_a_buffer_holds() -> None:
@@ -212,26 +126,3 @@ def test_wrong_arguments(name: Any, value: Any, weight: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         log.log(name, value, weight)
     assert log.drain(final=True) == ()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_real_device() -> None:
-    """Logging returns while the device is still busy; nothing is lost or misread."""
-    log = ScalarLog()
-    value = torch.ones((), device="cuda")
-    log.log("loss", value, 1.0)
-    assert log.drain(final=True) == (("loss", 1.0, 1.0),)
-    torch.cuda._sleep(200_000_000)
-    busy = torch.cuda.Event()
-    busy.record()
-    for number in range(3):
-        log.log("loss", value * number, 2.0)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        log.log("side", torch.full((), 5.0, device="cuda"), 1.0)
-    early = log.drain()
-    assert not busy.query()
-    assert ("loss", 6.0, 6.0) not in early
-    assert sorted(early + log.drain(final=True)) == [
-        ("loss", 6.0, 6.0),
-        ("side", 5.0, 1.0),
-    ]

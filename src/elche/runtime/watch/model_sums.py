@@ -78,7 +78,9 @@ class ModelSums:
             return
         check, pieces = self._slices[turn % len(self._slices)]
         held = common or {}
-        flat = torch.cat([_flat(held.get(id(t), t), a, b) for t, a, b in pieces])
+        rows = [_flat(held.get(id(t), t), a, b) for t, a, b in pieces]
+        # Frozen parameters are on the device, beside common values on the host.
+        flat = torch.cat([each.cpu() for each in rows] if held else rows)
         bits = flat.view(_BITS[flat.element_size()])
         # A sign alone would change the product by half its range, and many cancel.
         bits = bits ^ (bits >> 15)

@@ -1,0 +1,275 @@
+"""Batches copied ahead to the device: order, waits, lifetimes and memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elche.cadence.prefetch_gauge import MAX_DEPTH
+from elche.devices.memory import MemoryReading, read_memory
+from elche.runtime.data.leased_data import BatchFeed
+from elche.runtime.data.positions import IndexBatch
+from elche.runtime.data.prefetch import (
+    GAUGE_EVERY_BATCHES,
+    WARM_BATCHES,
+    DevicePrefetcher,
+    most_ahead,
+)
+from elche.runtime.data.transfer import Copy, CopyStream
+from tests.device import held
+
+WIDTH = 1 << 14
+BATCH_BYTES = 4 * WIDTH
+MB = 2**20
+
+
+@dataclass
+class Memory:
+    """Figures of a device: its size, what the training leaves, what a step takes."""
+
+    total_bytes: int = 100 * BATCH_BYTES
+    free_bytes: int = 90 * BATCH_BYTES
+    step_bytes: int = 10 * BATCH_BYTES
+    reads: int = 0
+
+    def __call__(self) -> MemoryReading:
+        self.reads += 1
+        active = self.total_bytes - self.free_bytes
+        peak = active + self.step_bytes
+        return MemoryReading(self.total_bytes, self.free_bytes, active, peak)
+
+
+class Source:
+    """Loaded batches by number; None pauses. Holds none that it has yielded."""
+
+    def __init__(self, *script: int | None, width: int = WIDTH) -> None:
+        self.script, self.width, self.yielded = deque(script), width, 0
+        self.weak: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __call__(self) -> tuple[int, Any] | None:
+        number = self.script.popleft() if self.script else None
+        if number is None:
+            return None
+        batch = torch.full((self.width,), float(number)).pin_memory()
+        self.weak[number] = weakref.ref(batch)
+        self.yielded += 1
+        return number, batch
+
+    @property
+    def alive(self) -> list[int]:
+        gc.collect()
+        return [number for number, each in self.weak.items() if each() is not None]
+
+
+def prefetcher(
+    source: Any, device: torch.device, **given: Any
+) -> DevicePrefetcher[Any]:
+    read = given.pop("read", Memory())
+    return DevicePrefetcher(source, device, CopyStream(device), read)
+
+
+def take_all(ahead: DevicePrefetcher[Any]) -> list[int]:
+    """Takes until nothing comes; checks each batch when all are taken."""
+    bounds = []
+    while (got := ahead.take()) is not None:
+        bounds.append((got[0], got[1].amin(), got[1].amax()))
+        del got
+    assert all(low.item() == tag == high.item() for tag, low, high in bounds)
+    return [tag for tag, *_ in bounds]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_memory_is_not_reused_while_it_is_read(
+    device: torch.device, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, addresses = prefetcher(Source(*range(40)), device), []
+    for _ in range(12):
+        ahead.take()
+    if not is_kept:
+        monkeypatch.setattr(CopyStream, "keep", lambda self, tensor: None)
+    with held():
+        for _ in range(20):
+            data = ahead.take()[1]  # type: ignore[index]
+            data.mul_(2)
+            addresses.append(data.data_ptr())
+            del data
+    assert (len(set(addresses)) == len(addresses)) is is_kept
+
+
+def test_copies_run_ahead_of_use_by_the_depth(device: torch.device) -> None:
+    source = Source(*range(40))
+    ahead = prefetcher(source, device)
+    for taken in range(1, 30):
+        ahead.take()
+        assert source.yielded <= taken + 2
+        assert ahead.has_batch == (taken > 1)
+    assert ahead.depth == MAX_DEPTH == 2 == most_ahead(device)
+    assert source.yielded == 29 + 2
+    assert take_all(ahead) == [*range(29, 40)]
+
+
+def test_the_first_batch_does_not_wait_for_a_second(device: torch.device) -> None:
+    source = Source(*range(5), *[None] * 3, *range(5, 15))
+    ahead = prefetcher(source, device)
+    ahead.take()
+    assert source.yielded == 1
+    ahead.take()
+    assert source.yielded == 3
+    while ahead.take() is not None:
+        pass
+    assert (source.yielded, ahead.depth) == (5, 2)
+    yielded = []
+    for _ in range(4):
+        ahead.take()
+        yielded.append(source.yielded - 5)
+    assert yielded == [1, 3, 5, 6]  # after the pause: at most two at once, then one
+
+
+def test_a_source_lives_until_its_copy_is_done(device: torch.device) -> None:
+    source = Source(0, 1, 2, 3, 4, 5, None, 7, 8)
+    ahead = prefetcher(source, device)
+    stream: Any = ahead._copies
+    with held(stream._stream):
+        for _ in range(4):
+            ahead.take()
+        assert source.alive == [1, 2, 3, 4, 5]  # taken or not: none is copied
+        ahead.discard()
+        assert not ahead.has_batch
+        assert source.alive == [1, 2, 3, 4, 5]
+        assert ahead.take() is None
+    stream._stream.synchronize()
+    assert take_all(ahead) == [7, 8]
+    assert not {*range(6)} & {*source.alive}
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_copy_reads_pinned_memory_if_asked(
+    device: torch.device, is_pinned: bool
+) -> None:
+    copies = CopyStream(device)
+    host = [torch.arange(1000.0), torch.arange(7)]
+    copied = copies.copy(host, is_pinned)
+    assert [tensor.is_pinned() for tensor in copied.source] == [is_pinned] * 2
+    copies.wait(copied.fence)
+    assert all(map(torch.equal, [each.cpu() for each in copied.data], host))
+    already = host[0].pin_memory()
+    again = copies.copy(already, is_pinned)
+    assert again.source.data_ptr() == already.data_ptr()
+    copies.wait(again.fence)
+
+
+def test_the_gauge_sets_the_depth(device: torch.device) -> None:
+    memory = Memory()
+    ahead = prefetcher(Source(*range(500)), device, read=memory)
+    depths: list[int] = []
+
+    def go(batches: int) -> tuple[int, int]:
+        for _ in range(batches):
+            ahead.take()
+            depths.append(ahead.depth)
+        return depths[-1], memory.reads
+
+    assert go(1) == (0, 0)
+    assert go(WARM_BATCHES - 1) == (1, 1)
+    assert set(depths[1:]) == {1}  # careful: no step has shown its peak
+    assert go(1) == (2, 2)
+    # 10 of reserve and 10 of peak leave one of 21 batches, two of which are held
+    memory.free_bytes = 19 * BATCH_BYTES
+    assert go(GAUGE_EVERY_BATCHES - 1) == (2, 2)
+    assert go(1) == (1, 3)
+    memory.free_bytes = 3 * BATCH_BYTES
+    assert go(GAUGE_EVERY_BATCHES)[0] == 0
+    memory.free_bytes = 60 * BATCH_BYTES
+    assert go(GAUGE_EVERY_BATCHES) == (2, 5)
+
+
+def test_the_times_of_a_take(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, copy = [0.0], CopyStream.copy
+
+    def slow(self: CopyStream, data: Any, pin: bool) -> Copy:
+        now_s[0] += 0.125
+        return copy(self, data, pin)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(CopyStream, "copy", slow)
+    ahead, found = prefetcher(Source(*range(30)), device), []
+    for _ in range(3):
+        ahead.take()
+        found.append(ahead.transfer_s)
+    assert found == [0.0, 0.25, 0.125]
+
+
+def test_what_only_its_own_to_can_move_is_moved_when_yielded(
+    device: torch.device,
+) -> None:
+    class Graph:
+        moved_to: torch.device | None = None
+
+        def to(self, device: torch.device) -> Graph:
+            self.moved_to = device
+            return self
+
+    graphs = iter([(number, Graph()) for number in range(5)])
+    ahead = prefetcher(lambda: next(graphs, None), device)
+    for number in range(5):
+        tag, graph = ahead.take()  # type: ignore[misc]
+        assert (tag, graph.moved_to, ahead.has_batch) == (number, device, False)
+
+
+def test_behind_a_real_feed(device: torch.device) -> None:
+    """Leases come in pieces, the loader has workers' depth, nothing is lost."""
+    data = TensorDataset(torch.arange(24.0))
+    leases = deque([(0, 3), (3, 4), (4, 8)])
+
+    def refill() -> None:
+        if leases and not ahead.has_batch:
+            for batch in range(*leases.popleft()):
+                feed.push(batch, IndexBatch([*range(3 * batch, 3 * batch + 3)]))
+            if not leases:
+                feed.end()
+
+    feed = BatchFeed[int](DataLoader(data, batch_size=3), torch.Generator(), refill)
+    ahead, seen = prefetcher(feed.next, device), []
+    feed.start()
+    for _ in range(40):
+        if (got := ahead.take()) is not None:
+            assert got[1][0].tolist() == [3.0 * got[0] + i for i in range(3)]
+            seen.append(got[0])
+    assert seen == [*range(8)]
+
+
+def test_a_mostly_free_device_holds_batches_and_the_set(device: torch.device) -> None:
+    """The gauge counts cached memory as free, and knows a step's peak."""
+    torch.accelerator.empty_cache()
+    before = read_memory(device)
+    block = torch.empty(256 * MB, dtype=torch.uint8, device=device)
+    during = read_memory(device)
+    del block
+    after = read_memory(device)
+    assert during.active_bytes - before.active_bytes == 256 * MB
+    assert before.free_bytes - during.free_bytes >= 256 * MB
+    assert abs(after.free_bytes - before.free_bytes) < 32 * MB
+    assert after.peak_bytes >= during.active_bytes
+    torch.accelerator.reset_peak_memory_stats()
+    ahead = DevicePrefetcher[int].on(Source(*range(10)), device)
+    model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 1))
+    optimizer = torch.optim.Adam(model.to(device).parameters())
+    while (got := ahead.take()) is not None:
+        model(got[1].view(-1, 256)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak_bytes = ahead._peak.value_bytes
+    assert peak_bytes is not None
+    assert 256 * 2048 * 4 < peak_bytes < 0.1 * before.total_bytes
+    assert ahead.depth == 2

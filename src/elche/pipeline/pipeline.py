@@ -24,7 +24,7 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.generation import (
     BatchOf,
-    CachedLayers,
+    CacheFindings,
     Choose,
     Generation,
     greedy,
@@ -85,7 +85,7 @@ class Pipeline:
         given = (model, loss_fn, micro_batches, schedule, devices, split)
         self._stepping = PipelineBuilder(*given, config, options).build()
         self._state = PipelineState(self._stepping)
-        self._cached = CachedLayers(self._parts)
+        self._findings = CacheFindings()
         self._communicator, self._groups = self._state.communicator, self._state.groups
         self.config = self._stepping.config
         self.rank, self.world_size = self._state.rank, self._state.world_size
@@ -277,7 +277,7 @@ class Pipeline:
                 rank; or there are several replicas. Others as in `step`.
         """
         given = (tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
-        return Generation(self._stepping, self._cached, *given).run()
+        return Generation(self._stepping, self._findings, *given).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clips the gradients of all stages to a common norm of at most `max_norm`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,17 @@ class Parts:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under the model's names, each listed once."""
         return named_parameters(self.layers)
+
+    def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
+        """See `elche.pipeline.cutting.segments.FirstSegment.omits`; on the first rank.
+
+        Empty for layers that elche did not cut, which take whatever they take.
+        """
+        if batch is None or self.given.layers.cut_again is None:
+            return []
+        first: Any = self.built[0].module
+        omitted: list[str] = first.omits(batch, keywords)
+        return omitted
 
     def detach(self) -> None:
         """Removes the guards' hooks from the parameters."""

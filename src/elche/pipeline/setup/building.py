@@ -35,8 +35,9 @@ class LayerList:
             prefix and own name.
         state_names: for a split model: every name of its state_dict, with all names of
             the same tensor.
-        cut_cached: for a cut model that accepts a cache of keys and values: makes its
-            layers again, with `cache=`, from the model's own modules.
+        cut_again: for a model that elche cut: makes its layers again from the model's
+            own modules, without some arguments, or with `cache=`; see `cut_again` of
+            `elche.pipeline.cutting.segments`.
     """
 
     names: tuple[str, ...]
@@ -44,7 +45,7 @@ class LayerList:
     unpacks: bool
     aliases: tuple[dict[str, str] | None, ...]
     state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    cut_cached: Callable[[], Sequence[nn.Module]] | None = None
+    cut_again: Callable[[Sequence[str], bool], Sequence[nn.Module]] | None = None
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -160,15 +161,14 @@ def layers_of(
             f"{type(model).__name__}{' and split' if split else ''}"
         )
     is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
-    again: Callable[[], Sequence[nn.Module]] | None = None
+    again: Callable[[Sequence[str], bool], Sequence[nn.Module]] | None = None
     if points is not None or (split is None and is_plain):
         # Imports sympy, which no other path needs.
-        from elche.pipeline.cutting.caching import has_cache
-        from elche.pipeline.cutting.segments import cut_cached, cut_model
+        from elche.pipeline.cutting.segments import cut_again, cut_model
 
         split = partial(cut_model, points=points, sample=sample)
-        again = partial(cut_cached, model, points, sample) if has_cache(model) else None
-    found = replace(_listed(model, split), cut_cached=again)
+        again = partial(cut_again, model, points, sample)
+    found = replace(_listed(model, split), cut_again=again)
     for index, source in enumerate(found.sources):
         if isinstance(source, nn.Module):
             _check_layer(source, index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, final
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from elche.checkpoint.weight_files import WeightFiles
 from elche.pipeline.checkpoints.named_states import (
     GivenOptimizers,
     NamedState,
@@ -349,9 +352,28 @@ class Pipeline:
 
         Raises:
             ConfigError: a parameter or buffer of this rank is missing or has another
-                shape, or the state has unknown names; nothing was loaded here.
+                shape, the state has unknown names, or tied tensors differ in it;
+                nothing was loaded here.
         """
         self._state.load_model(state)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Loads this rank's part of a model from safetensors files, and reads no more.
+
+        Dtypes are converted to the model's. Memory holds one tensor of a file at a
+        time. Build the model on the meta device and give ``init="load"``, and no rank
+        ever holds more than its own layers.
+
+        Args:
+            path: folder written by transformers' `save_pretrained` (`model.safetensors`
+                or several files with their index) or a checkpoint's folder of elche; or
+                a safetensors file.
+
+        Raises:
+            CheckpointError: there is no such file, or it cannot be read.
+            ConfigError: as `load_state_dict`.
+        """
+        self._state.load_model(WeightFiles.found_at(Path(path)))
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, rank: int | None = None

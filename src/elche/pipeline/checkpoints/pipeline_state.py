@@ -136,16 +136,28 @@ class PipelineState:
         if not isinstance(state, Mapping):
             raise ConfigError(f"expected a state_dict, got {type(state).__name__}")
         mine, is_known = self.local_model(), self.parts.is_elsewhere
-        missing = [name for name in mine if name not in state]
+        names: dict[int, list[str]] = {}
+        for name, value in mine.items():
+            names.setdefault(id(value), []).append(name)
+        # A tied tensor has several names, of which files may have only one.
+        given = [[n for n in known if n in state] or known for known in names.values()]
+        missing = [known[0] for known in given if known[0] not in state]
         other = [
-            f"{name} {_form(state[name])} (not {_form(value)})"
-            for name, value in mine.items()
-            if name in state and _form(state[name]) != _form(value)
+            f"{name} {_form(state[name])} (not {_form(mine[name])})"
+            for name, *_ in given
+            if name in state and _form(state[name]) != _form(mine[name])
+        ]
+        apart = [
+            f"{name} and {also}"
+            for name, *others in given
+            for also in others
+            if also in state and not torch.equal(state[name], state[also])
         ]
         extra = [str(n) for n in state if n not in mine and not is_known(str(n))]
         wrong = [
             *([f"has no {few(missing)}, which rank {self.rank} needs"] * bool(missing)),
             *([f"has another shape of {few(other)}"] * bool(other)),
+            *([f"has other values of {few(apart)}, which are tied"] * bool(apart)),
             *([f"has {few(extra)}, which the model lacks"] * bool(extra)),
         ]
         if wrong:
@@ -154,8 +166,14 @@ class PipelineState:
                 f"{self.rank}; give the state_dict of this model"
             )
         with torch.no_grad():
-            for name, value in mine.items():
-                value.copy_(state[name])
+            for name, *_ in given:
+                mine[name].copy_(state[name])
+        if left := self.parts.given.meta.missing():
+            raise ConfigError(
+                f"the state_dict of the model has no {left} of rank {self.rank}, which "
+                "nothing has computed or loaded since the model was built on the meta "
+                "device; initialise them with init="
+            )
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, rank: int | None

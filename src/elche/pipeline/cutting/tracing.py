@@ -111,6 +111,8 @@ def trace_again(
 def _device_of(model: nn.Module) -> torch.device:
     held = [*model.parameters(), *model.buffers(), torch.empty(0, device="cpu")]
     device = held[0].device
+    if device.type == "meta":  # computed buffers may have values already
+        held = [*model.parameters(), held[-1]]
     other = next((one.device for one in held[:-1] if one.device != device), device)
     if other != device:
         raise ConfigError(

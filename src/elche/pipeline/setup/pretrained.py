@@ -24,14 +24,16 @@ def is_pretrained(module: Any) -> bool:
     return found is not None and isinstance(module, found.PreTrainedModel)
 
 
-def owners(model: nn.Module | None, owner: Any = None) -> dict[int, Any]:
+def owners(model: Any, owner: Any = None) -> dict[int, Any]:
     """Innermost PreTrainedModel around each submodule, by the submodule's id.
 
     Its `_init_weights` initialises the submodule, computed buffers included.
     """
-    if model is None:
+    if not isinstance(model, nn.Module):
         return {}
-    owner = model if is_pretrained(model) else owner
+    if is_pretrained(model):
+        owner = model
+        log_untried()
     found = {} if owner is None else {id(model): owner}
     for child in model.children():
         found |= owners(child, owner)

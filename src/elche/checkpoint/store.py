@@ -98,7 +98,7 @@ class Checkpoint:
         parts = [one for one in self.manifest.files if one.startswith(MODEL_PART)]
         for name in parts:
             self._check(name)
-        return WeightFiles.of(*(self.path / name for name in sorted(parts)))
+        return WeightFiles(self.path / name for name in sorted(parts))
 
     def shared(self) -> StateTree:
         """Reads the state that is common to all ranks."""

@@ -27,7 +27,6 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.generation import (
     BatchOf,
-    CacheFindings,
     Choose,
     Generation,
     greedy,
@@ -88,7 +87,6 @@ class Pipeline:
         given = (model, loss_fn, micro_batches, schedule, devices, split)
         self._stepping = PipelineBuilder(*given, config, options).build()
         self._state = PipelineState(self._stepping)
-        self._findings = CacheFindings()
         self._communicator, self._groups = self._state.communicator, self._state.groups
         self.config = self._stepping.config
         self.rank, self.world_size = self._state.rank, self._state.world_size
@@ -280,7 +278,7 @@ class Pipeline:
                 rank; or there are several replicas. Others as in `step`.
         """
         given = (tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
-        return Generation(self._stepping, self._findings, *given).run()
+        return Generation(self._stepping, *given).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clips the gradients of all stages to a common norm of at most `max_norm`.
@@ -360,14 +358,13 @@ class Pipeline:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads this rank's part of a model from safetensors files, and reads no more.
 
-        Dtypes are converted to the model's. Memory holds one tensor of a file at a
-        time. Build the model on the meta device and give ``init="load"``, and no rank
-        ever holds more than its own layers.
+        Dtypes become the model's. Only one tensor of a file is in memory at a time;
+        with a model on the meta device and ``init="load"`` no rank ever holds more than
+        its own layers.
 
         Args:
-            path: folder written by transformers' `save_pretrained` (`model.safetensors`
-                or several files with their index) or a checkpoint's folder of elche; or
-                a safetensors file.
+            path: folder of `save_pretrained` of transformers (with one or several
+                files), or of a checkpoint of elche; or a safetensors file.
 
         Raises:
             CheckpointError: there is no such file, or it cannot be read.

@@ -163,17 +163,14 @@ class PipelineState:
         if wrong:
             raise ConfigError(
                 f"the state {', and '.join(wrong)}; nothing was loaded on rank "
-                f"{self.rank}; give the state_dict of this model"
+                f"{self.rank}; give the state_dict of this model, or files with its "
+                "names (save_pretrained(..., save_original_format=False))"
             )
         with torch.no_grad():
             for name, *_ in given:
                 mine[name].copy_(state[name])
-        if left := self.parts.given.meta.missing():
-            raise ConfigError(
-                f"the state_dict of the model has no {left} of rank {self.rank}, which "
-                "nothing has computed or loaded since the model was built on the meta "
-                "device; initialise them with init="
-            )
+        if trouble := self.parts.given.meta.trouble():
+            raise ConfigError(trouble)
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, rank: int | None

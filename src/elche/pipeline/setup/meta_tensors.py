@@ -1,16 +1,15 @@
-"""Memory and values of the tensors that a model has on the meta device.
+"""Values of the tensors that a model has on the meta device.
 
-New tensors are blank (NaN, or the largest integer), so that one that nothing has
-computed or loaded is refused by name: it would train, and mean nothing.
+New tensors are blank (NaN, or the largest integer), so that one which nothing has
+computed or loaded is refused by name, and not trained with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
@@ -29,30 +28,17 @@ Init: TypeAlias = Callable[[Any], object] | Literal["load"] | None
 """See `elche.pipeline.pipeline_config.PipelineConfig.init`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Place of a tensor in a module, and the tensors of the meta device and of here."""
+class _Slot(NamedTuple):
+    """A tensor's place in a module, its name in the model, and what was there."""
 
-    name: str
     module: nn.Module
     own: str
+    name: str
     meta: torch.Tensor
-    made: torch.Tensor
 
     @property
     def is_saved(self) -> bool:
         return self.own not in unsaved_buffers(self.module)
-
-    def is_blank(self) -> bool:
-        now = getattr(self.module, self.own).detach()
-        if not now.numel():
-            return False
-        if now.dtype is torch.bool:  # has no blank value
-            return getattr(self.module, self.own) is self.made and version(now) <= 1
-        if not (now.is_floating_point() or now.is_complex()):
-            return bool((now == torch.iinfo(now.dtype).max).all())
-        first = now[(0,) * now.dim()]  # most tensors need no look at the rest
-        return bool(first != first) and bool((now != now).all())
 
 
 @final
@@ -62,14 +48,10 @@ class MetaTensors:
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
         self._made: dict[int, torch.Tensor] = {}
-        self._waiting: list[_Slot] = []
+        self._blank: list[_Slot] = []
 
     def fill(
-        self,
-        layer: Layer,
-        device: torch.device,
-        init: Init,
-        owners: Mapping[int, Any],
+        self, layer: Layer, device: torch.device, init: Init, owners: Mapping[int, Any]
     ) -> None:
         """Makes and initialises a layer's tensors; those with values keep them.
 
@@ -83,39 +65,31 @@ class MetaTensors:
             ConfigError: a module has no initialisation, or nothing has computed a
                 buffer that no state_dict has.
         """
-        slots = self._replace(layer.module, device, layer.prefixed)
+        slots = self._replace(layer, device)
         for module in reversed([*layer.module.modules()]) if slots else ():
-            mine = [slot for slot in slots if slot.module is module]
-            if not mine and next(_tensors(module), None) is not None:
-                continue
+            mine = [one for one in slots if one.module is module]
             owner = owners.get(id(module))
-            if owner is not None:
-                if init is None or not all(slot.is_saved for slot in mine):
-                    with torch.no_grad():
-                        owner._init_weights(module)
-            elif init is None:
+            if owner and (init is None or not all(one.is_saved for one in mine)):
+                with torch.no_grad():
+                    owner._init_weights(module)
+            elif not owner and init is None:
                 _reset(module, layer.name, bool(mine))
         if callable(init) and slots:
             init(layer.module)
-        blank = [slot for slot in slots if slot.is_blank()]
-        lacking = [slot for slot in blank if init is None or not slot.is_saved]
+        blank = [one for one in slots if _is_blank(one)]
+        lacking = [one for one in blank if init is None or not one.is_saved]
         if lacking:
-            raise ConfigError(
-                "the model was built on the meta device, and nothing has computed "
-                f"{_shown(lacking)} since; write to it in the module's "
-                "reset_parameters or in init=, or leave buffers that no state_dict has "
-                "their values (accelerate.init_empty_weights does)"
-            )
-        self._waiting += blank
+            raise ConfigError(_why(lacking))
+        self._blank += blank
+
+    def trouble(self) -> str:
+        """Error text for tensors that still have no values; "" if all have."""
+        self._blank = [one for one in self._blank if _is_blank(one)]
+        return _why(self._blank) if self._blank else ""
 
     def adopt(self, model: nn.Module) -> None:
         """Gives the model itself the tensors that its layers have got."""
-        self._replace(model, None, str)
-
-    def missing(self) -> str:
-        """Names of the tensors without values; "" from when all have some."""
-        self._waiting = [slot for slot in self._waiting if slot.is_blank()]
-        return _shown(self._waiting)
+        self._replace(Layer("", model), None)
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
@@ -123,47 +97,58 @@ class MetaTensors:
         try:
             yield
         except BaseException:
-            for slot in self._slots:
-                setattr(slot.module, slot.own, slot.meta)
+            for module, own, _, meta in self._slots:
+                setattr(module, own, meta)
             raise
 
-    def _replace(
-        self,
-        top: nn.Module,
-        device: torch.device | None,
-        name_of: Callable[[str], str],
-    ) -> list[_Slot]:
-        """Replaces tensors of the meta device; with None only those known here."""
+    def _replace(self, layer: Layer, device: torch.device | None) -> list[_Slot]:
+        """Replaces tensors of the meta device; without a device only known ones."""
         found: list[_Slot] = []
-        for path, module in top.named_modules():
-            for own, one in [*_tensors(module)]:
-                if not one.is_meta or (device is None and id(one) not in self._made):
+        for path, module in layer.module.named_modules():
+            held = {**held_parameters(module), **held_buffers(module)}
+            for own, one in held.items():
+                if one is None or not one.is_meta:
                     continue
-                if id(one) not in self._made:
+                if id(one) not in self._made and device is not None:
                     self._made[id(one)] = _blank_like(one, device)
-                made, name = self._made[id(one)], f"{path}.{own}".lstrip(".")
-                found.append(_Slot(name_of(name), module, own, one, made))
-                setattr(module, own, made)
+                if id(one) in self._made:
+                    name = layer.prefixed(f"{path}.{own}" if path else own)
+                    found.append(_Slot(module, own, name, one))
+                    setattr(module, own, self._made[id(one)])
         self._slots += found
         return found
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own parameters and buffers."""
-    for held in (held_parameters(module), held_buffers(module)):
-        yield from ((name, one) for name, one in held.items() if one is not None)
-
-
-def _blank_like(one: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def _blank_like(one: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = torch.empty_like(one, device=device, requires_grad=False)
-    if one.dtype is torch.bool:
-        made.fill_(True)
-    elif one.is_floating_point() or one.is_complex():
-        made.fill_(math.nan)
-    else:
-        made.fill_(torch.iinfo(one.dtype).max)
+    made.fill_(_blank_value(one.dtype))
     is_parameter = isinstance(one, nn.Parameter)
     return nn.Parameter(made, one.requires_grad) if is_parameter else made
+
+
+def _blank_value(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return dtype is torch.bool or torch.iinfo(dtype).max
+
+
+def _is_blank(slot: _Slot) -> bool:
+    now: torch.Tensor = getattr(slot.module, slot.own).detach()
+    first = now[(0,) * now.dim()] if now.numel() else None
+    if first is None or (first == first and first != _blank_value(now.dtype)):
+        return False  # most tensors, without a look at the rest
+    if now.dtype is torch.bool:  # which has no value to spare
+        return bool(version(now) <= 1)
+    return bool(((now != now) | (now == _blank_value(now.dtype))).all())
+
+
+def _why(slots: Sequence[_Slot]) -> str:
+    return (
+        "the model was built on the meta device, and nothing has computed or loaded "
+        f"{few([one.name for one in slots])} since: load the weights (Pipeline.load, "
+        "load_state_dict); write to buffers that no state_dict has in the module's "
+        "reset_parameters, or in init="
+    )
 
 
 def _reset(module: nn.Module, layer: str, has_tensors: bool) -> None:
@@ -176,7 +161,3 @@ def _reset(module: nn.Module, layer: str, has_tensors: bool) -> None:
             "in it has no reset_parameters; give init= to initialise layers, or "
             'init="load" and then the weights, by load or load_state_dict'
         )
-
-
-def _shown(slots: list[_Slot]) -> str:
-    return few(list(dict.fromkeys(slot.name for slot in slots)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -32,30 +32,14 @@ logger = logging.getLogger(__name__)
 
 @final
 @dataclass
-class CacheFindings:
-    """Findings about the caches of a pipeline, the same on all ranks.
-
-    Attributes:
-        proven: kinds of input for which caches reproduced the logits of uncached runs.
-        refused: why the pipeline runs without caches; "" if it uses them.
-    """
-
-    proven: set[str] = field(default_factory=set)
-    refused: str = ""
-
-
-@final
-@dataclass
 class Generation:
     """A generation in progress; see `elche.pipeline.Pipeline.generate`.
 
     Args:
         stepping: runs the stages.
-        memory: findings of earlier generations.
     """
 
     stepping: Stepping
-    memory: CacheFindings
     tokens: Any
     max_new_tokens: int
     end_token: int | None
@@ -65,6 +49,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self._communicator = self.stepping.communicator
+        self._variants = self.stepping.variants
         self._caches: LayerCaches | None = None
         self._cached_positions = self._compared = 0
         self._form = ""
@@ -120,22 +105,21 @@ class Generation:
                 f"got {settings} by rank"
             )
         _, listed, self._form, omitted = reports[first]
-        if self.use_cache and not self.memory.refused:
-            variants = self.stepping.variants
+        if self.use_cache and not self._variants.refused:
             offers = self._communicator.agree(
-                lambda: list(variants.offer(omitted)), "the caches of the layers"
+                lambda: list(self._variants.offer(omitted)), "the layers' caches"
             )
             fault = next((text for _, text in offers if text), "")
             has_cache = any(one for one, _ in offers)
             self._refuse(fault or ("" if has_cache else "no layer takes cache="))
-            if not self.memory.refused:
+            if not self._variants.refused:
                 self._caches = {}
         return _tokens(listed)
 
     def _refuse(self, reason: str) -> None:
         """Disables caches from now on, if there is a reason; logs it once."""
-        if reason and not self.memory.refused:
-            self.memory.refused = reason
+        if reason and not self._variants.refused:
+            self._variants.refused = reason
             if self.stepping.parts.is_first:
                 logger.warning(
                     "generate runs the whole sequence again for each token: %s (see "
@@ -178,7 +162,7 @@ class Generation:
         call = Call(what="generate", make_batch=behind)
         found = self.stepping.evaluate(call, self._caches).outputs
         self._cached_positions = made.shape[1]
-        if self._form in self.memory.proven:
+        if self._form in self._variants.proven:
             return found
         return self._prove(found, self._whole(made))
 
@@ -205,10 +189,10 @@ class Generation:
         reports = self._communicator.agree(compare, "the check of the caches")
         self._refuse("".join(reports))
         self._compared += 1
-        if self.memory.refused:
+        if self._variants.refused:
             self._caches = None
         elif self._compared == PROVEN_AFTER:
-            self.memory.proven.add(self._form)
+            self._variants.proven.add(self._form)
         return wanted
 
 

@@ -156,7 +156,8 @@ class Stepping:
         """
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
-        may_rest, trouble = self.groups.are_several, self._trouble()
+        trouble = self.replicas.late_learner() or self.parts.given.meta.trouble()
+        may_rest = self.groups.are_several
         given = read_call(call, self.parts, may_rest, trouble, compares)
         report, what = list(astuple(given.report)), f"the begin of {call.what}"
         gathered = self.communicator.exchange(report, what)
@@ -173,16 +174,6 @@ class Stepping:
         reduction, counts = self.config.loss_reduction, self.replicas.counts
         shares = read_shares(shapes, self.groups, counts, reduction, is_step)
         return given, shares, omitted
-
-    def _trouble(self) -> str:
-        """Error text for parameters of this rank that cannot be used; else ""."""
-        if missing := self.parts.given.meta.missing():
-            return (
-                f"rank {self.parts.rank} has no values of {missing}, which were on the "
-                "meta device; load them (Pipeline.load or load_state_dict), or "
-                "initialise them with init="
-            )
-        return self.replicas.late_learner()
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any

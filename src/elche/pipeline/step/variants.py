@@ -25,10 +25,17 @@ class CutVariants:
     Args:
         parts: this rank's stages and plan.
         communicator: connections to all ranks.
+
+    Attributes:
+        proven: kinds of input for which caches reproduced the logits of uncached runs;
+            the same on all ranks, as the next one.
+        refused: why the pipeline generates without caches; "" if it uses them.
     """
 
     def __init__(self, parts: Parts, communicator: PipelineCommunicator) -> None:
         self._parts, self._communicator = parts, communicator
+        self.proven: set[str] = set()
+        self.refused = ""
         self._made: dict[tuple[tuple[str, ...], bool], Executor]
         self._made = {((), False): parts.executor}
         if parts.given.layers.cut_again is None:

@@ -60,7 +60,9 @@ def check_tokens(pool: RankPool, work: Tokens) -> None:
         assert one.warnings == []
 
 
-@pytest.mark.parametrize("work", [Tokens(), Tokens("llama", "zb-v", padded=True)])
+@pytest.mark.parametrize(
+    "work", [Tokens(), Tokens("llama", "zb-v", padded=True), Tokens("qwen3")]
+)
 def test_tokens_with_a_cache_on_each_stage(ranks2: RankPool, work: Tokens) -> None:
     check_tokens(ranks2, work)
 

@@ -68,12 +68,9 @@ class MetaTensors:
         slots = self._replace(layer, device)
         for module in reversed([*layer.module.modules()]) if slots else ():
             mine = [one for one in slots if one.module is module]
-            owner = owners.get(id(module))
-            if owner and (init is None or not all(one.is_saved for one in mine)):
-                with torch.no_grad():
-                    owner._init_weights(module)
-            elif not owner and init is None:
-                _reset(module, layer.name, bool(mine))
+            if init is None or not all(one.is_saved for one in mine):
+                must = init is None and bool(mine)
+                _initialise(module, owners.get(id(module)), layer.name, must)
         if callable(init) and slots:
             init(layer.module)
         blank = [one for one in slots if _is_blank(one)]
@@ -151,11 +148,14 @@ def _why(slots: Sequence[_Slot]) -> str:
     )
 
 
-def _reset(module: nn.Module, layer: str, has_tensors: bool) -> None:
+def _initialise(module: nn.Module, owner: Any, layer: str, must: bool) -> None:
     reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
+    if owner is not None:
+        with torch.no_grad():
+            owner._init_weights(module)
+    elif callable(reset):
         reset()
-    elif has_tensors:
+    elif must:
         raise ConfigError(
             f"layer {layer} was built on the meta device, and {type(module).__name__} "
             "in it has no reset_parameters; give init= to initialise layers, or "

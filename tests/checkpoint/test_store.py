@@ -194,7 +194,7 @@ def test_part_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
     newest = store.newest()
     assert newest is not None
     assert newest.of_rank(1) == "alive"
-    assert newest.model_parts({"w"})["w"].sum() == 2.0
+    assert newest.model_parts()["w"].sum() == 2.0
 
 
 def test_a_flipped_byte_in_any_file(

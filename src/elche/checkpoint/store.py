@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -42,6 +42,7 @@ from elche.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from elche.checkpoint.weight_files import WeightFiles
 from elche.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -92,25 +93,12 @@ class Checkpoint:
         stored = self._stored(MODEL_FILE)
         return {name: stored.get_tensor(name) for name in sorted(stored.keys())}
 
-    def model_parts(self, wanted: Collection[str]) -> dict[str, Tensor]:
-        """Reads wanted tensors of a model that ranks wrote in parts.
-
-        Args:
-            wanted: names to read; other names map to empty meta tensors.
-        """
-        import torch
-
-        found: dict[str, Tensor] = {}
-        nothing = torch.empty(0, device="meta")
-        for name in sorted(self.manifest.files):
-            if not name.startswith(MODEL_PART):
-                continue
-            part = self._stored(name)
-            found |= {
-                n: part.get_tensor(n) if n in wanted else nothing
-                for n in sorted(part.keys())
-            }
-        return found
+    def model_parts(self) -> Mapping[str, Tensor]:
+        """Model that ranks wrote in parts; each tensor is read when asked for."""
+        parts = [one for one in self.manifest.files if one.startswith(MODEL_PART)]
+        for name in parts:
+            self._check(name)
+        return WeightFiles(self.path / name for name in sorted(parts))
 
     def shared(self) -> StateTree:
         """Reads the state that is common to all ranks."""

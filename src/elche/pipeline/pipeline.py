@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, final
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from elche.checkpoint.weight_files import WeightFiles
 from elche.pipeline.checkpoints.named_states import (
     GivenOptimizers,
     NamedState,
@@ -24,7 +27,6 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.generation import (
     BatchOf,
-    CachedLayers,
     Choose,
     Generation,
     greedy,
@@ -85,7 +87,6 @@ class Pipeline:
         given = (model, loss_fn, micro_batches, schedule, devices, split)
         self._stepping = PipelineBuilder(*given, config, options).build()
         self._state = PipelineState(self._stepping)
-        self._cached = CachedLayers(self._parts)
         self._communicator, self._groups = self._state.communicator, self._state.groups
         self.config = self._stepping.config
         self.rank, self.world_size = self._state.rank, self._state.world_size
@@ -277,7 +278,7 @@ class Pipeline:
                 rank; or there are several replicas. Others as in `step`.
         """
         given = (tokens, max_new_tokens, end_token, choose, batch_of, use_cache)
-        return Generation(self._stepping, self._cached, *given).run()
+        return Generation(self._stepping, *given).run()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clips the gradients of all stages to a common norm of at most `max_norm`.
@@ -349,9 +350,27 @@ class Pipeline:
 
         Raises:
             ConfigError: a parameter or buffer of this rank is missing or has another
-                shape, or the state has unknown names; nothing was loaded here.
+                shape, the state has unknown names, or tied tensors differ in it;
+                nothing was loaded here.
         """
         self._state.load_model(state)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Loads this rank's part of a model from safetensors files, and reads no more.
+
+        Dtypes become the model's. Only one tensor of a file is in memory at a time;
+        with a model on the meta device and ``init="load"`` no rank ever holds more than
+        its own layers.
+
+        Args:
+            path: folder of `save_pretrained` of transformers (with one or several
+                files), or of a checkpoint of elche; or a safetensors file.
+
+        Raises:
+            CheckpointError: there is no such file, or it cannot be read.
+            ConfigError: as `load_state_dict`.
+        """
+        self._state.load_model(WeightFiles.found_at(Path(path)))
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, rank: int | None = None

@@ -62,8 +62,9 @@ class PipelineConfig:
             which gives the same result if all ranks use the same seed; one process then
             draws as plain torch does. With several ranks torch's generators are not
             changed.
-        init: initialises a layer that was built on the meta device; None calls
-            `reset_parameters` of its modules.
+        init: initialises a layer that was built on the meta device. None calls its
+            modules' `reset_parameters`, or transformers' own initialisation; ``"load"``
+            leaves the weights to `Pipeline.load` or `load_state_dict`.
         transport: ``"auto"`` sends activations and gradients from device to device by
             NCCL if all ranks are on one host with a CUDA device each, else through host
             memory. ``"gloo"`` always uses host memory.
@@ -81,7 +82,7 @@ class PipelineConfig:
     split_backward: bool = True
     guard: bool = True
     seed: int | None = None
-    init: Callable[[Any], object] | None = None
+    init: Callable[[Any], object] | Literal["load"] | None = None
     transport: Literal["auto", "gloo"] = "auto"
     timeout_s: float = 300.0
 
@@ -129,6 +130,10 @@ class PipelineConfig:
             (
                 partition is None or all(count >= 1 for count in partition),
                 f"expected at least one layer in each stage, got partition={partition}",
+            ),
+            (
+                self.init in (None, "load") or callable(self.init),
+                f"expected a function of a layer or 'load' as init, got {self.init!r}",
             ),
             (
                 stages is None or stages >= 1,

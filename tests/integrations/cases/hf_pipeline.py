@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.logged import logged
@@ -171,19 +178,25 @@ def model_of(work: Tokens) -> Any:
     if work.family == "gpt2":
         return gpt2().eval()
     torch.manual_seed(3)
-    config = LlamaConfig(
+    kind, make = (
+        (LlamaConfig, LlamaForCausalLM)
+        if work.family == "llama"
+        else (Qwen3Config, Qwen3ForCausalLM)
+    )
+    config = kind(
         num_hidden_layers=LAYERS,
         hidden_size=16,
         intermediate_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=4,
         vocab_size=WORDS,
         max_position_embeddings=32,
         bos_token_id=None,
         eos_token_id=None,
         initializer_range=0.3,
     )
-    return LlamaForCausalLM(config).double().eval()
+    return make(config).double().eval()
 
 
 def padded(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -218,7 +231,8 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
     def watch(block: Any, given: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if type(given[0].shape[1]) is int:
             lengths.append((id(block), given[0].shape[1]))
-            cache = (*given[1:2], keywords.get("past_key_values"))[0]
+            named = keywords.get("cache", keywords.get("past_key_values"))
+            cache = (*given[1:2], named)[0]
             kept.extend([weakref.ref(cache)] if cache is not None else [])
 
     inner = model.transformer.h if work.family == "gpt2" else model.model.layers

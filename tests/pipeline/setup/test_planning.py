@@ -198,7 +198,9 @@ def test_a_split_keeps_all_names_of_a_shared_weight() -> None:
         assert torch.equal(made[name], one)
     twin = Tied()
     twin.load_state_dict(made)
-    pipe.load_state_dict({name: one + 1 for name, one in expected.items()})
+    # One of its names is enough, as in the files of safetensors' `save_model`.
+    state = {n: one + 1 for n, one in expected.items() if n != "body.2.weight"}
+    pipe.load_state_dict(state)
     for name, one in pipe.state_dict().items():
         assert torch.equal(one, expected[name] + 1)
 
@@ -209,7 +211,7 @@ def test_a_split_keeps_all_names_of_a_shared_weight() -> None:
         ({"head.wieght": 1}, "the state has head.wieght, which the model lacks;"),
         ({"1.inner.0.weight": 1}, r"the state has 1.inner.0.weight, which the model"),
         ({"head.bias": None}, "the state has no head.bias, which rank 0 needs;"),
-        ({"body.2.weight": None}, "the state has no body.2.weight, which rank 0"),
+        ({"body.2.weight": 3}, "other values of first.weight and body.2.weight, which"),
         ({"scale": 3}, r"another shape of scale \[1\] \(not \[\]\);"),
         (
             {"head.bias": None, "other": 1, "scale": 2},

@@ -123,7 +123,7 @@ class PipelineContents:
                 f"script passes {kinds}; give the same optimizers in the same order"
             )
         with fitting(found, "model"):
-            pipe.load_model(found.model_parts(set(pipe.local_model())))
+            pipe.load_model(found.model_parts())
         states = self._optimizer_states(found)
         for each, state in zip(self.optimizers, states, strict=True):
             with fitting(found, "optimizer"):

@@ -136,26 +136,41 @@ class PipelineState:
         if not isinstance(state, Mapping):
             raise ConfigError(f"expected a state_dict, got {type(state).__name__}")
         mine, is_known = self.local_model(), self.parts.is_elsewhere
-        missing = [name for name in mine if name not in state]
+        names: dict[int, list[str]] = {}
+        for name, value in mine.items():
+            names.setdefault(id(value), []).append(name)
+        # A tied tensor has several names, of which files may have only one.
+        given = [[n for n in known if n in state] or known for known in names.values()]
+        missing = [known[0] for known in given if known[0] not in state]
         other = [
-            f"{name} {_form(state[name])} (not {_form(value)})"
-            for name, value in mine.items()
-            if name in state and _form(state[name]) != _form(value)
+            f"{name} {_form(state[name])} (not {_form(mine[name])})"
+            for name, *_ in given
+            if name in state and _form(state[name]) != _form(mine[name])
+        ]
+        apart = [
+            f"{name} and {also}"
+            for name, *others in given
+            for also in others
+            if also in state and not torch.equal(state[name], state[also])
         ]
         extra = [str(n) for n in state if n not in mine and not is_known(str(n))]
         wrong = [
             *([f"has no {few(missing)}, which rank {self.rank} needs"] * bool(missing)),
             *([f"has another shape of {few(other)}"] * bool(other)),
+            *([f"has other values of {few(apart)}, which are tied"] * bool(apart)),
             *([f"has {few(extra)}, which the model lacks"] * bool(extra)),
         ]
         if wrong:
             raise ConfigError(
                 f"the state {', and '.join(wrong)}; nothing was loaded on rank "
-                f"{self.rank}; give the state_dict of this model"
+                f"{self.rank}; give the state_dict of this model, or files with its "
+                "names (save_pretrained(..., save_original_format=False))"
             )
         with torch.no_grad():
-            for name, value in mine.items():
-                value.copy_(state[name])
+            for name, *_ in given:
+                mine[name].copy_(state[name])
+        if trouble := self.parts.given.meta.trouble():
+            raise ConfigError(trouble)
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, rank: int | None

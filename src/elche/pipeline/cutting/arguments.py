@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -41,7 +41,12 @@ class Arguments:
     _seen: set[tuple[int, ...]] = field(default_factory=set)
 
     @staticmethod
-    def read(model: nn.Module, sample: Any, device: torch.device) -> Arguments:
+    def read(
+        model: nn.Module,
+        sample: Any,
+        device: torch.device,
+        omitted: Collection[str] = (),
+    ) -> Arguments:
         """Reads a sample as the batch of a step is read.
 
         Args:
@@ -49,6 +54,7 @@ class Arguments:
                 arguments, a dict as keywords, any other value as the only argument.
             sample: one microbatch.
             device: device of the model.
+            omitted: arguments of the sample that become None.
 
         Raises:
             ConfigError: forward does not accept it, or it has fewer than two samples.
@@ -67,15 +73,10 @@ class Arguments:
                 f"forward of {type(model).__name__} takes {odd[0]} by position only; "
                 "cut by hand with split=lambda model: [...]"
             )
-        args: tuple[Any, ...] = (sample,)
-        keywords: dict[str, Any] = {}
-        if isinstance(sample, tuple):
-            args = sample
-        elif isinstance(sample, dict):
-            args, keywords = (), sample
         made = Arguments(signature, {}, [], samples, device)
-        for name, value in made._named(args, keywords).items():
-            tensors, made.structures[name] = flatten(value, f"{name} of the sample")
+        for name, value in made._named(*_unpacked(sample)).items():
+            kept = None if name in omitted else value
+            tensors, made.structures[name] = flatten(kept, f"{name} of the sample")
             made.tensors += [one.detach().to(device) for one in tensors]
         return made
 
@@ -105,6 +106,16 @@ class Arguments:
         """
         self._symbols, self._fixed, self._guards = symbols, fixed, guards
         self.tensors = []  # it may be large
+
+    def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
+        """See `elche.pipeline.cutting.segments.FirstSegment.omits`."""
+        args, named = _unpacked(batch)
+        given = self._named(args, {**named, **keywords})
+        return [
+            name
+            for name, structure in self.structures.items()
+            if _count(structure) and given.get(name) is None
+        ]
 
     def tensors_of(
         self, args: Sequence[Any], keywords: Mapping[str, Any]
@@ -182,6 +193,13 @@ class Arguments:
             if one.kind is _KINDS.VAR_KEYWORD:
                 named.update(named.pop(name, {}))
         return named
+
+
+def _unpacked(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as arguments and keywords, as a stage passes it to its first layer."""
+    if isinstance(batch, tuple):
+        return batch, {}
+    return ((), batch) if isinstance(batch, dict) else ((batch,), {})
 
 
 def _count(structure: Any) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,13 +12,14 @@ from torch import fx, nn
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import Arguments
 from elche.pipeline.cutting.caching import (
-    CACHE_ARGUMENT,
     CACHE_MARK,
+    PAST,
     CachedSegment,
+    takes_cache,
 )
 from elche.pipeline.cutting.tracing import (
     CallTrace,
-    trace_cached,
+    trace_again,
     trace_calls,
     where,
 )
@@ -95,6 +97,14 @@ class FirstSegment(nn.Module):
         """Runs the part on a batch like the sample, of any size."""
         return self.rest(*self._arguments.tensors_of(args, keywords))
 
+    def omits(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
+        """Arguments with tensors in the sample that a batch leaves out, or has as None.
+
+        Raises:
+            ConfigError: the model's forward does not take the batch.
+        """
+        return self._arguments.omitted_by(batch, keywords)
+
 
 def cut_model(
     model: nn.Module, points: SplitPoints | None, sample: Any
@@ -126,20 +136,30 @@ def cut_model(
     return layers
 
 
-def cut_cached(
-    model: nn.Module, points: SplitPoints | None, sample: Any
+def cut_again(
+    model: nn.Module,
+    points: SplitPoints | None,
+    sample: Any,
+    omitted: Collection[str],
+    has_cache: bool,
 ) -> list[nn.Module]:
-    """Cuts the model into the layers of `cut_model`, for generation with a cache.
+    """Cuts the model into the layers of `cut_model`, for evaluation alone.
 
     Args:
-        model: model to cut; with a cache, see `elche.pipeline.cutting.caching`.
+        model: model to cut; its parts may be on several devices.
         points: as in `cut_model`.
         sample: as in `cut_model`.
+        omitted: arguments of the sample that are None.
+        has_cache: whether layers take a cache, see `elche.pipeline.cutting.caching`.
 
     Raises:
-        ConfigError: its forward cannot be traced with a cache.
+        ConfigError: its forward cannot be traced without these arguments, or with a
+            cache.
     """
-    return _cut(model, points, sample, trace_cached)
+    if has_cache and not takes_cache(model):
+        raise ConfigError("no layer takes cache=")
+    trace_by = partial(trace_again, omitted=omitted, has_cache=has_cache)
+    return _cut(model, points, sample, trace_by)
 
 
 def _cut(
@@ -258,7 +278,7 @@ def _graph(
     """Builds a layer's own graph."""
     graph = fx.Graph()
     here = {node: graph.placeholder(node.name) for node in inputs}
-    marked = {CACHE_MARK: graph.placeholder(CACHE_ARGUMENT)} if is_cached else {}
+    marked = {CACHE_MARK: graph.placeholder(PAST)} if is_cached else {}
     own = set(nodes)
 
     def mapped(node: fx.Node) -> fx.Node:

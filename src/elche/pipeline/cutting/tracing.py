@@ -7,7 +7,7 @@ user's own module, with its name, hooks, mode and random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -81,28 +81,38 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
     return found
 
 
-def trace_cached(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
-    """Traces a model in evaluation, with a cache of keys and values of any length.
+def trace_again(
+    model: nn.Module,
+    whole: Mapping[int, str],
+    sample: Any,
+    omitted: Collection[str],
+    has_cache: bool,
+) -> CallTrace:
+    """Traces a model in evaluation; see `elche.pipeline.cutting.segments.cut_again`.
 
     Args:
-        model: see `elche.pipeline.cutting.caching.has_cache`; its parts may be on
-            several devices.
+        model: model whose parts may be on several devices.
         whole: as in `trace_calls`.
         sample: as in `trace_calls`.
+        omitted: arguments of the sample that are None.
+        has_cache: whether there is a cache of keys and values, of any length.
 
     Raises:
         ConfigError: the code between the submodules cannot be traced.
     """
     devices = {one.device for one in (*model.parameters(), *model.buffers())}
     device = devices.pop() if len(devices) == 1 else torch.device("meta")
+    read = cached_arguments if has_cache else Arguments.read
     with modes_kept([model]):
-        arguments = cached_arguments(model, sample, device)
-        return _trace(model.eval(), whole, arguments, is_cached=True)
+        arguments = read(model, sample, device, omitted)
+        return _trace(model.eval(), whole, arguments, is_cached=has_cache)
 
 
 def _device_of(model: nn.Module) -> torch.device:
     held = [*model.parameters(), *model.buffers(), torch.empty(0, device="cpu")]
     device = held[0].device
+    if device.type == "meta":  # computed buffers may have values already
+        held = [*model.parameters(), held[-1]]
     other = next((one.device for one in held[:-1] if one.device != device), device)
     if other != device:
         raise ConfigError(

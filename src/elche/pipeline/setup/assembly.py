@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, join_ties
+from elche.pipeline.setup.meta_tensors import MetaTensors
 from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
@@ -39,6 +40,7 @@ class Blueprint:
         ties: parameters used in several places of the model, see `LayerList.ties`;
             collected before building, which separates them on the meta device.
         unsplit: layers whose backward is not split on this rank.
+        meta: this rank's tensors of layers that were on the meta device.
     """
 
     layers: LayerList
@@ -47,6 +49,7 @@ class Blueprint:
     config: PipelineConfig
     ties: list[list[tuple[int, str]]]
     unsplit: frozenset[int] = frozenset()
+    meta: MetaTensors = field(default_factory=MetaTensors)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,17 @@ class Parts:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under the model's names, each listed once."""
         return named_parameters(self.layers)
+
+    def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
+        """See `elche.pipeline.cutting.segments.FirstSegment.omits`; on the first rank.
+
+        Empty for layers that elche did not cut, which take whatever they take.
+        """
+        if batch is None or self.given.layers.cut_again is None:
+            return []
+        first: Any = self.built[0].module
+        omitted: list[str] = first.omits(batch, keywords)
+        return omitted
 
     def detach(self) -> None:
         """Removes the guards' hooks from the parameters."""
@@ -169,7 +183,7 @@ def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> 
         for mine in places.values()
         for index, layer in zip(
             mine,
-            layers.build(mine, given.device, seed, given.config.init),
+            layers.build(mine, given.device, seed, given.config.init, given.meta),
             strict=True,
         )
     }

@@ -23,6 +23,7 @@ from elche.pipeline.setup.measured_plan import (
     memory_limit,
     plan_measured,
 )
+from elche.pipeline.setup.meta_tensors import MetaTensors
 from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import LayerMeasurement, profile_layers
 from elche.pipeline.step.stepping import Stepping
@@ -62,6 +63,7 @@ class PipelineBuilder:
         self._model, self._loss_fn, self._split = model, loss_fn, split
         self._micro_batches, self._schedule = micro_batches, schedule
         self._devices, self._placement = devices, read_placement()
+        self._meta = MetaTensors()
         try:
             self._config = pipeline_config(config, options)
         except ConfigError as error:
@@ -70,7 +72,7 @@ class PipelineBuilder:
             raise
 
     def build(self) -> Stepping:
-        """Builds this rank's stages, ready for steps.
+        """Builds this rank's stages, ready for steps; or leaves the model as it was.
 
         Raises:
             ConfigError: an argument is wrong, here or on another rank.
@@ -82,7 +84,7 @@ class PipelineBuilder:
             peers = StagePeers.join(place, config.timeout_s)
         ranks = PipelineCommunicator(place.rank, peers, config.timeout_s)
         # A rank that fails also ends the run for the others.
-        with ranks.ending_on_failure():
+        with ranks.ending_on_failure(), self._meta.undone_on_failure():
             groups = agree_on_groups(config.replicas, place, ranks)
             times: list[Any] = []
             if config.costs == "measure":
@@ -137,9 +139,13 @@ class PipelineBuilder:
         plan = make_plan(wanted, self._micro_batches, len(members), len(layers), config)
         plan = replace(plan, schedule=groups.placed(plan.schedule))
         given = Blueprint(
-            *(layers, _checked(self._loss_fn), device, config, layers.ties()), unsplit
+            *(layers, _checked(self._loss_fn), device, config, layers.ties()),
+            *(unsplit, self._meta),
         )
-        return assemble(given, plan, peers)
+        parts = assemble(given, plan, peers)
+        if isinstance(self._model, torch.nn.Module):
+            self._meta.adopt(self._model)
+        return parts
 
 
 def _checked(

@@ -15,6 +15,8 @@ from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
 from elche.devices import random_state
 from elche.errors import ConfigError
 from elche.pipeline.cutting.whole_modules import SplitPoints
+from elche.pipeline.setup.meta_tensors import Init, MetaTensors
+from elche.pipeline.setup.pretrained import owners
 from elche.pipeline.stage import Layer
 from elche.torch_internals.held import held_parameters
 
@@ -35,8 +37,10 @@ class LayerList:
             prefix and own name.
         state_names: for a split model: every name of its state_dict, with all names of
             the same tensor.
-        cut_cached: for a cut model that accepts a cache of keys and values: makes its
-            layers again, with `cache=`, from the model's own modules.
+        cut_again: for a model that elche cut: makes its layers again from the model's
+            own modules, without some arguments, or with `cache=`; see `cut_again` of
+            `elche.pipeline.cutting.segments`.
+        owners: see `elche.pipeline.setup.pretrained.owners`.
     """
 
     names: tuple[str, ...]
@@ -44,7 +48,8 @@ class LayerList:
     unpacks: bool
     aliases: tuple[dict[str, str] | None, ...]
     state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    cut_cached: Callable[[], Sequence[nn.Module]] | None = None
+    cut_again: Callable[[Sequence[str], bool], Sequence[nn.Module]] | None = None
+    owners: Mapping[int, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -75,7 +80,8 @@ class LayerList:
         indices: Sequence[int],
         device: torch.device,
         seed: int | None,
-        init: Callable[[Any], object] | None,
+        init: Init = None,
+        meta: MetaTensors | None = None,
     ) -> list[Layer]:
         """Builds layers on a device.
 
@@ -85,21 +91,24 @@ class LayerList:
             seed: makes every layer independent of where it is built; torch's generators
                 are restored afterwards.
             init: initialises a layer that was on the meta device.
+            meta: gets the tensors of layers that were there.
 
         Raises:
             ConfigError: a factory does not make a module, or a meta layer has no
                 initialisation.
         """
+        meta = meta or MetaTensors()
         # Afterwards every rank's script draws the same numbers, whatever it built.
         with random_state.forked([device], enabled=seed is not None):
-            return [self._build(index, device, seed, init) for index in indices]
+            return [self._build(index, device, seed, init, meta) for index in indices]
 
     def _build(
         self,
         index: int,
         device: torch.device,
         seed: int | None,
-        init: Callable[[Any], object] | None,
+        init: Init,
+        meta: MetaTensors,
     ) -> Layer:
         source, name = self.sources[index], self.names[index]
         if seed is not None:
@@ -107,10 +116,10 @@ class LayerList:
         if not isinstance(source, nn.Module):
             made = _made(source, index, device)
             return Layer(name, made.to(device), self.aliases[index])
-        if _is_meta(source):
-            source.to_empty(device=device)
-            _initialise(source, index, init)
-        return Layer(name, source.to(device), self.aliases[index])
+        layer = Layer(name, source, self.aliases[index])
+        meta.fill(layer, device, init, self.owners)
+        source.to(device)
+        return layer
 
 
 def join_ties(
@@ -118,7 +127,7 @@ def join_ties(
 ) -> None:
     """Joins shared parameters again if a rank has several of their uses.
 
-    Building from the meta device separates them.
+    Moving them separates them, if torch cannot do it in place.
 
     Args:
         ties: see `LayerList.ties`.
@@ -160,15 +169,14 @@ def layers_of(
             f"{type(model).__name__}{' and split' if split else ''}"
         )
     is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
-    again: Callable[[], Sequence[nn.Module]] | None = None
+    again: Callable[[Sequence[str], bool], Sequence[nn.Module]] | None = None
     if points is not None or (split is None and is_plain):
         # Imports sympy, which no other path needs.
-        from elche.pipeline.cutting.caching import has_cache
-        from elche.pipeline.cutting.segments import cut_cached, cut_model
+        from elche.pipeline.cutting.segments import cut_again, cut_model
 
         split = partial(cut_model, points=points, sample=sample)
-        again = partial(cut_cached, model, points, sample) if has_cache(model) else None
-    found = replace(_listed(model, split), cut_cached=again)
+        again = partial(cut_again, model, points, sample)
+    found = replace(_listed(model, split), cut_again=again, owners=owners(model))
     for index, source in enumerate(found.sources):
         if isinstance(source, nn.Module):
             _check_layer(source, index)
@@ -312,26 +320,3 @@ def _described(source: LayerSource) -> str:
         if isinstance(one, torch.Tensor)
     ]
     return ", ".join([*types, *held])
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(one.is_meta for one in (*module.parameters(), *module.buffers()))
-
-
-def _initialise(
-    module: nn.Module, index: int, init: Callable[[Any], object] | None
-) -> None:
-    if init is not None:
-        init(module)
-        return
-    for one in module.modules():
-        own = [*one.parameters(recurse=False), *one.buffers(recurse=False)]
-        reset = getattr(one, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        elif own:
-            raise ConfigError(
-                f"layer {index} was built on the meta device, and {type(one).__name__} "
-                "in it has no reset_parameters; give init= to initialise layers, or "
-                "load_state_dict afterwards with init=lambda layer: None"
-            )

@@ -116,7 +116,7 @@ def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
                 for one in (*copied.parameters(), *copied.buffers()):
                     one.zero_()
         return Layer(layers.names[index], copied.to(device))
-    return layers.build([index], device, None, None)[0]
+    return layers.build([index], device, None)[0]
 
 
 def _turns(layers: LayerList, index: int, device: torch.device) -> list[Layer]:

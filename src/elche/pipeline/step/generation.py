@@ -9,16 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.stage import CACHE, Layer, LayerCaches, Stage
+from elche.pipeline.stage import LayerCaches
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.stepping import Stepping
 from elche.pipeline.trees import as_tensors, flatten, map_tensors
@@ -34,69 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 @final
-class CachedLayers:
-    """This rank's layers that accept `cache=`.
-
-    Args:
-        parts: this rank's stages and plan.
-
-    Attributes:
-        executor: executor of these layers.
-        proven: kinds of input for which caches reproduced the logits of uncached runs.
-        refused: why the pipeline runs without caches, the same on all ranks; "" if it
-            uses them.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self.executor = parts.executor
-        self.proven: set[str] = set()
-        self.refused = ""
-
-    @cached_property
-    def offer(self) -> tuple[bool, str]:
-        """True if a layer of this rank accepts a cache, and the error in finding out.
-
-        Rebuilds layers that were cut from a model, which may take seconds.
-        """
-        try:
-            return self._make(), ""
-        except Exception as error:  # without a cache generation is slow, not wrong
-            return False, f"{type(error).__name__}: {error}"
-
-    def _make(self) -> bool:
-        """Builds the executor; returns True if a layer accepts a cache."""
-        parts, layers = self._parts, self._parts.given.layers
-        stages = {index: one.stage for index, one in parts.stages.items()}
-        if layers.cut_cached is not None:
-            made = layers.cut_cached()
-            if len(made) != len(layers):
-                raise ConfigError(
-                    f"the model has {len(layers)} layers, and {len(made)} with a cache"
-                )
-            for index in stages:
-                mine, device = parts.plan.layers_of(index), parts.given.device
-                own = [Layer(layers.names[at], made[at].to(device)) for at in mine]
-                stages[index] = Stage(index, own, layers.unpacks, None, mine.start)
-            self.executor = replace(
-                parts.executor,
-                stages={i: StageBackward(s, None, False) for i, s in stages.items()},
-            )
-        return any(CACHE in one.keywords for one in stages.values())
-
-
-@final
 @dataclass
 class Generation:
     """A generation in progress; see `elche.pipeline.Pipeline.generate`.
 
     Args:
         stepping: runs the stages.
-        layers: layers with caches.
     """
 
     stepping: Stepping
-    layers: CachedLayers
     tokens: Any
     max_new_tokens: int
     end_token: int | None
@@ -106,6 +49,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self._communicator = self.stepping.communicator
+        self._variants = self.stepping.variants
         self._caches: LayerCaches | None = None
         self._cached_positions = self._compared = 0
         self._form = ""
@@ -145,12 +89,13 @@ class Generation:
                     f"expected max_new_tokens of at least 0, got {most!r}"
                 )
             settings = [most, self.end_token, use_cache]
-            offer = self.layers.offer if use_cache else (False, "")
             if self._communicator.rank != first:
-                return [settings, *offer]
+                return [settings]
             listed = _listed(self.tokens)
-            _, form = flatten(self._batch(_tokens(listed)), "the batch")
-            return [settings, *offer, listed, str(form)]
+            batch = self._batch(_tokens(listed))
+            _, form = flatten(batch, "the batch")
+            omitted = self.stepping.parts.omitted_by(batch, {})
+            return [settings, listed, str(form), omitted]
 
         reports = self._communicator.agree(prompt, "generate")
         settings = [one[0] for one in reports]
@@ -159,19 +104,22 @@ class Generation:
                 "expected one max_new_tokens, end_token and use_cache on all ranks, "
                 f"got {settings} by rank"
             )
-        self._form = reports[first][4]
-        if self.use_cache:
-            fault = next((one[2] for one in reports if one[2]), "")
-            has_cache = any(one[1] for one in reports)
+        _, listed, self._form, omitted = reports[first]
+        if self.use_cache and not self._variants.refused:
+            offers = self._communicator.agree(
+                lambda: list(self._variants.offer(omitted)), "the layers' caches"
+            )
+            fault = next((text for _, text in offers if text), "")
+            has_cache = any(one for one, _ in offers)
             self._refuse(fault or ("" if has_cache else "no layer takes cache="))
-            if not self.layers.refused:
+            if not self._variants.refused:
                 self._caches = {}
-        return _tokens(reports[first][3])
+        return _tokens(listed)
 
     def _refuse(self, reason: str) -> None:
         """Disables caches from now on, if there is a reason; logs it once."""
-        if reason and not self.layers.refused:
-            self.layers.refused = reason
+        if reason and not self._variants.refused:
+            self._variants.refused = reason
             if self.stepping.parts.is_first:
                 logger.warning(
                     "generate runs the whole sequence again for each token: %s (see "
@@ -212,10 +160,9 @@ class Generation:
             return _behind(self._batch(made), made.shape, done, self._fixed)
 
         call = Call(what="generate", make_batch=behind)
-        executor = self.layers.executor
-        found = self.stepping.evaluate(call, executor, self._caches).outputs
+        found = self.stepping.evaluate(call, self._caches).outputs
         self._cached_positions = made.shape[1]
-        if self._form in self.layers.proven:
+        if self._form in self._variants.proven:
             return found
         return self._prove(found, self._whole(made))
 
@@ -242,10 +189,10 @@ class Generation:
         reports = self._communicator.agree(compare, "the check of the caches")
         self._refuse("".join(reports))
         self._compared += 1
-        if self.layers.refused:
+        if self._variants.refused:
             self._caches = None
         elif self._compared == PROVEN_AFTER:
-            self.layers.proven.add(self._form)
+            self._variants.proven.add(self._form)
         return wanted
 
 

@@ -65,6 +65,7 @@ class InputReport:
         keywords: whether a layer of the rank may accept each given keyword, by name.
         outputs: ranks that receive the outputs.
         batch: fingerprint of the given batch, in the first steps.
+        omitted: arguments of the model that the sample has and the batch leaves out.
     """
 
     what: str
@@ -75,6 +76,7 @@ class InputReport:
     keywords: Mapping[str, bool] = field(default_factory=dict)
     outputs: int | str = "last"
     batch: int | None = None
+    omitted: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInpu
         )
     loss_scale = scale_of(call.loss_scale)
     batch = target = samples = targets = None
+    omitted: list[str] = []
     if parts.is_first:
         given = call.batch if call.make_batch is None else call.make_batch()
         batch = as_tensors(given, f"the batch on rank {rank}")
@@ -136,6 +139,13 @@ def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInpu
                 f"{what} needs a batch on rank {rank}, which has the first stage: "
                 "expected a tensor with samples along its first dimension, got "
                 f"{type(batch).__name__}"
+            )
+        omitted = parts.omitted_by(batch, call.keywords)
+        if omitted and what == "step":
+            raise ConfigError(
+                f"the sample has the model's argument {omitted[0]}, but the batch of "
+                "step has not; give it, or cut with a sample without it (evaluate and "
+                "generate run without it)"
             )
     if parts.is_last and call.target is not None:
         target = as_tensors(call.target, f"the target on rank {rank}")
@@ -159,7 +169,7 @@ def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInpu
     if compares and (parts.is_first or parts.is_last) and call.batch is not None:
         shown = fingerprint(call.batch)
     report = InputReport(
-        *(what, "", samples, targets, loss_scale, takes, call.outputs, shown)
+        *(what, "", samples, targets, loss_scale, takes, call.outputs, shown, omitted)
     )
     return LocalInput(report, here(batch), here(target), keywords)
 
@@ -194,7 +204,7 @@ def check_reports(
     reports: Sequence[InputReport],
     named: Sequence[Collection[str]],
     groups: ReplicaGroups,
-) -> None:
+) -> Sequence[str]:
     """Compares the reports of all ranks; raises the same error on all of them.
 
     Args:
@@ -202,11 +212,15 @@ def check_reports(
         named: keywords that the layers name, by rank.
         groups: the replicas.
 
+    Returns:
+        The model's arguments that the batches leave out.
+
     Raises:
         ConfigError: a rank's part is wrong; no layer accepts a keyword where it was
             given; a rank whose layers name a keyword was not given it; or outputs are
             requested on a rank that does not exist.
-        MismatchError: ranks have different loss scales, or request outputs elsewhere.
+        MismatchError: ranks have different loss scales, request outputs elsewhere, or
+            leave out other arguments.
     """
     for one in reports:
         if one.error:
@@ -243,6 +257,13 @@ def check_reports(
                     f"{_ranks(have)}, but not on {_ranks(lack)}, whose layers take it, "
                     "too; give it on all of them"
                 )
+    omitted = [list(one.omitted) for one in reports if one.samples is not None]
+    if any(one != omitted[0] for one in omitted):
+        raise MismatchError(
+            f"expected batches with the same arguments on all replicas, got {omitted} "
+            "as those left out"
+        )
+    return omitted[0] if omitted else ()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

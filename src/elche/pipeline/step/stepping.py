@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any, final
 
@@ -19,7 +19,7 @@ from elche.pipeline.replicas.replica_groups import (
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import LayerCaches, modes_kept
-from elche.pipeline.step.executor import Executor, StepInput, StepResults
+from elche.pipeline.step.executor import StepInput, StepResults
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
     Call,
@@ -36,6 +36,7 @@ from elche.pipeline.step.outputs import (
     joined_gradients,
     send_outputs,
 )
+from elche.pipeline.step.variants import CutVariants
 from elche.pipeline.trees import as_plain, join_batches, split_batch
 
 
@@ -55,6 +56,7 @@ class Stepping:
         config: the settings, including measured ones.
         passes: this rank's passes over the loader.
         replicas: all replicas, from this rank's point of view.
+        variants: executors of the layers, also without arguments or with caches.
         steps: number of steps so far, including those before a resume.
     """
 
@@ -65,7 +67,7 @@ class Stepping:
         parts: Parts,
     ) -> None:
         self.communicator, self.groups, self.parts = communicator, groups, parts
-        self.passes = LoaderPasses()
+        self.passes, self.variants = LoaderPasses(), CutVariants(parts, communicator)
         self.config = config = parts.given.config
         self.steps = 0
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
@@ -75,7 +77,7 @@ class Stepping:
     def step(self, call: Call) -> StepOutput:
         """Runs one step: forward and backward."""
         self.communicator.check_open()
-        given, shares = self._begin(call)
+        given, shares, _ = self._begin(call)
         asked = self._input(
             given,
             shares,
@@ -103,22 +105,21 @@ class Stepping:
     def evaluate(
         self,
         call: Call,
-        executor: Executor | None = None,
         caches: LayerCaches | None = None,
     ) -> EvaluationOutput:
         """Runs forward only, over averaged buffers.
 
         Args:
             call: the script's call.
-            executor: executor to use instead of the usual one; with the same modules.
             caches: caches of this rank's layers.
         """
         self.communicator.check_open()
-        given, shares = self._begin(call)
+        given, shares, omitted = self._begin(call)
+        executor = self.variants.executor(omitted, caches is not None)
         self.replicas.average_buffers(self.communicator, self.config.timeout_s)
         carry_out: Callable[[StepInput], StepResults] = _nothing
         if shares.mine:
-            carry_out = (executor or self.parts.executor).evaluate
+            carry_out = executor.evaluate
         layers = [layer.module for layer in self.parts.layers]
         with modes_kept(layers):
             for layer in layers:
@@ -146,11 +147,17 @@ class Stepping:
                 self.config.timeout_s,
             )
 
-    def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares]:
-        """Agrees with all ranks on the call, and computes all microbatches' samples."""
+    def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares, Sequence[str]]:
+        """Agrees with all ranks on the call.
+
+        Returns:
+            This rank's input, all microbatches' samples, and the model's arguments that
+            the batch leaves out.
+        """
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
-        may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
+        trouble = self.replicas.late_learner() or self.parts.given.meta.trouble()
+        may_rest = self.groups.are_several
         given = read_call(call, self.parts, may_rest, trouble, compares)
         report, what = list(astuple(given.report)), f"the begin of {call.what}"
         gathered = self.communicator.exchange(report, what)
@@ -158,14 +165,15 @@ class Stepping:
         if given.raised is not None and not isinstance(given.raised, ConfigError):
             raise given.raised
         reports = [InputReport(*one) for one in gathered]
-        check_reports(reports, self._named, self.groups)
+        omitted = check_reports(reports, self._named, self.groups)
         if compares:
             warn_of_other_batch(reports, self.parts)
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
         shapes = [(one.samples, one.targets) for one in reports]
         reduction, counts = self.config.loss_reduction, self.replicas.counts
-        return given, read_shares(shapes, self.groups, counts, reduction, is_step)
+        shares = read_shares(shapes, self.groups, counts, reduction, is_step)
+        return given, shares, omitted
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any

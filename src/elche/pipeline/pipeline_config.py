@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from elche.errors import ConfigError
+from elche.runtime.data.batch_weights import WeightOf, check_weight_of
 from elche.schedule.costs import PipelineCosts
 
 _NEW_PLAN = (
@@ -34,6 +35,15 @@ class PipelineConfig:
     Attributes:
         loss_reduction: loss_fn's reduction over the samples of a microbatch. Gradients
             use the same reduction over the whole batch.
+        weight_of: weight of a microbatch's target, if not its samples: the count that
+            the loss is a mean over, such as
+            ``lambda target: (target != -100).sum()``. With ``loss_fn=None`` a function
+            of the microbatch, whose labels are counted without it.
+        whole: names of the values that every microbatch receives as they are: keywords
+            of `step`, keys of the batch, arguments of the model or its first layer,
+            and ``"target.key"``. All others are cut where their first dimension is the
+            batch's. With None, the trace of a cut model decides, or for layers by hand
+            the first call; a value that may have a row per sample or not is refused.
         partition: number of layers of each stage; None divides layers evenly.
         stages_per_rank: stages per rank, where the schedule allows several; None means
             its usual number.
@@ -71,6 +81,8 @@ class PipelineConfig:
     """
 
     loss_reduction: Literal["mean", "sum"] = "mean"
+    weight_of: WeightOf | None = None
+    whole: Sequence[str] | None = None
     partition: tuple[int, ...] | None = None
     stages_per_rank: int | None = None
     replicas: int | Sequence[Sequence[int]] = 1
@@ -98,6 +110,14 @@ class PipelineConfig:
             (
                 self.loss_reduction in ("mean", "sum"),
                 f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}",
+            ),
+            (
+                self.weight_of is None or self.loss_reduction == "mean",
+                "weight_of= weights means; leave it out with loss_reduction='sum'",
+            ),
+            (
+                not isinstance(self.whole, str),
+                f"expected names such as whole=('mask',), got {self.whole!r}",
             ),
             (
                 self.transport in ("auto", "gloo"),
@@ -142,6 +162,8 @@ class PipelineConfig:
         for is_right, message in checks:
             if not is_right:
                 raise ConfigError(message)
+        if self.weight_of is not None:
+            check_weight_of(self.weight_of)
 
 
 def pipeline_config(
@@ -158,12 +180,6 @@ def pipeline_config(
         )
     if config is not None:
         return config
-    if "weight_of" in options:
-        raise ConfigError(
-            "weight_of= is not for pipelines, which weight microbatches and replicas "
-            "by samples; for other weights pass loss_reduction='sum', which adds "
-            "losses and gradients, and divide in loss_fn by the whole step's weight"
-        )
     try:
         return PipelineConfig(**options)
     except TypeError as error:

@@ -8,7 +8,7 @@ nothing is ever unpickled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -135,17 +135,21 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 def batch_samples(value: Any) -> int | None:
     """Samples of a batch: the first dimension of its first tensor with dimensions."""
-    tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
-    return next((one.shape[0] for one in tensors if one.dim()), None)
+    shape = first_shape(value)
+    return None if shape is None else shape[0]
 
 
-def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
+def split_batch(
+    value: Any, sizes: Sequence[int], whole: Collection[Any] = ()
+) -> list[Any]:
     """Cuts a batch into microbatches.
 
     Args:
         value: nested value; dense tensors whose first dimension is the batch are cut
             along it, other values go to every microbatch.
         sizes: samples of each microbatch.
+        whole: keys or positions in `value` that go to every microbatch as they are; see
+            `elche.pipeline.step.batch_dimensions`.
     """
     total = sum(sizes)
 
@@ -153,11 +157,32 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
         is_cut = tensor.dim() and _is_dense(tensor) and tensor.shape[0] == total
         return tensor[begin:end] if is_cut else tensor
 
+    def cut(begin: int, end: int) -> Any:
+        cut_one = partial(part, begin=begin, end=end)
+        parts = {
+            key: one if key in whole else map_tensors(one, cut_one)
+            for key, one in items_of(value).items()
+        }
+        if isinstance(value, dict):
+            return parts
+        is_row = isinstance(value, (tuple, list))
+        return type(value)(parts.values()) if is_row else parts[0]
+
     ends = itertools.accumulate(sizes)
-    return [
-        map_tensors(value, partial(part, begin=end - size, end=end))
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    return [cut(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def items_of(value: Any) -> dict[Any, Any]:
+    """Parts of a dict, tuple or list by key or position; another value is part 0."""
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value if isinstance(value, (tuple, list)) else (value,)))
+
+
+def first_shape(value: Any) -> list[int] | None:
+    """Shape of the first tensor with dimensions; its first one is the batch's."""
+    tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+    return next((list(one.shape) for one in tensors if one.dim()), None)
 
 
 def as_plain(value: Any) -> Any:

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError
-from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
+from elche.pipeline.trees import (
+    as_tensors,
+    batch_samples,
+    first_shape,
+    flatten,
+    unflatten,
+)
 
 _KINDS = inspect.Parameter
 _BY_NAME = (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY, _KINDS.VAR_KEYWORD)
@@ -27,14 +33,20 @@ class Arguments:
         structures: structure of each argument, see `elche.pipeline.trees.flatten`.
         tensors: tensors of all arguments, in order; empty after the trace.
         samples: number of samples in the sample batch.
+        first: name of the argument with the sample's first tensor, whose first
+            dimension is the batch's.
         device: device of the tensors.
+        is_cut: whether an argument's tensors have a row per sample, by its name; known
+            after the trace.
     """
 
     signature: inspect.Signature
     structures: dict[str, Any]
     tensors: list[torch.Tensor]
     samples: int
+    first: str
     device: torch.device
+    is_cut: dict[str, bool] = field(default_factory=dict)
     _symbols: list[list[Any]] = field(default_factory=list)
     _fixed: list[list[int | None]] = field(default_factory=list)
     _guards: list[Any] = field(default_factory=list)
@@ -73,8 +85,10 @@ class Arguments:
             args = sample
         elif isinstance(sample, dict):
             args, keywords = (), sample
-        made = Arguments(signature, {}, [], samples, device)
-        for name, value in made._named(args, keywords).items():
+        made = Arguments(signature, {}, [], samples, "", device)
+        named = made.named(args, keywords)
+        made.first = next(n for n in keywords or named if first_shape(named[n]))
+        for name, value in named.items():
             tensors, made.structures[name] = flatten(value, f"{name} of the sample")
             made.tensors += [one.detach().to(device) for one in tensors]
         return made
@@ -89,6 +103,11 @@ class Arguments:
             name: unflatten(structure, [next(values) for _ in range(_count(structure))])
             for name, structure in self.structures.items()
         }
+
+    def owners(self) -> list[str]:
+        """Name of the argument that each tensor belongs to, in order."""
+        counts = {name: _count(one) for name, one in self.structures.items()}
+        return [name for name, count in counts.items() for _ in range(count)]
 
     def learn_sizes(
         self,
@@ -106,6 +125,34 @@ class Arguments:
         self._symbols, self._fixed, self._guards = symbols, fixed, guards
         self.tensors = []  # it may be large
 
+    def learn_dimensions(self, sizes: list[list[Any]]) -> Any:
+        """Finds the arguments with a row per sample.
+
+        Their first dimension is the batch's in the trace; or it equals the batch's in
+        the sample, and the trace identified it with no other dimension.
+
+        Args:
+            sizes: symbolic sizes of each tensor after the trace, equal ones as one.
+
+        Returns:
+            The batch's number of samples: a symbol, or a number if forward fixes it.
+        """
+        others = {each for one in sizes for each in one[1:]}
+        found = iter(zip(self.tensors, sizes, strict=True))
+        mine = {
+            name: [next(found) for _ in range(_count(structure))]
+            for name, structure in self.structures.items()
+        }
+        batch = next(one[0] for _, one in mine[self.first] if one)
+
+        def follows(tensor: torch.Tensor, symbols: list[Any]) -> bool:
+            is_like = tensor.shape[0] == self.samples and symbols[0] not in others
+            return is_like or bool(symbols[0] == batch)
+
+        for name, tensors in mine.items():
+            self.is_cut[name] = any(one.dim() and follows(one, s) for one, s in tensors)
+        return batch
+
     def tensors_of(
         self, args: Sequence[Any], keywords: Mapping[str, Any]
     ) -> list[torch.Tensor]:
@@ -116,7 +163,7 @@ class Arguments:
         Raises:
             ConfigError: the call does not match the sample.
         """
-        given = self._named(args, keywords)
+        given = self.named(args, keywords)
         tensors: list[torch.Tensor] = []
         for name, structure in self.structures.items():
             if name not in given and not _count(structure):
@@ -168,9 +215,12 @@ class Arguments:
             )
         self._seen.add(sizes)
 
-    def _named(
-        self, args: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def named(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a call by name.
+
+        Raises:
+            ConfigError: forward does not accept them.
+        """
         try:
             bound = self.signature.bind(*args, **keywords)
         except TypeError as error:

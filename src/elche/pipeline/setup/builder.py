@@ -11,6 +11,7 @@ import torch
 
 from elche.devices.choice import check_device
 from elche.errors import ConfigError
+from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
@@ -136,19 +137,31 @@ class PipelineBuilder:
             )
         plan = make_plan(wanted, self._micro_batches, len(members), len(layers), config)
         plan = replace(plan, schedule=groups.placed(plan.schedule))
-        given = Blueprint(
-            *(layers, _checked(self._loss_fn), device, config, layers.ties()), unsplit
-        )
+        loss_fn = _checked(self._loss_fn, layers, config)
+        given = Blueprint(layers, loss_fn, device, config, layers.ties(), unsplit)
         return assemble(given, plan, peers)
 
 
 def _checked(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    layers: LayerList,
+    config: PipelineConfig,
 ) -> Callable[[Any, Any], torch.Tensor]:
+    own = getattr(layers.sources[0], "own_loss", None) if loss_fn is None else None
+    if isinstance(own, OwnLoss):
+        if own.fault and config.weight_of is None and config.loss_reduction == "mean":
+            raise ConfigError(
+                "loss_fn=None takes the loss that the model computes, which must be a "
+                f"mean over labels or samples, and {own.fault}; pass "
+                "weight_of=lambda batch: the count that it is a mean over, or "
+                'loss_reduction="sum" if it is divided by a count of the whole step'
+            )
+        return own
     if loss_fn is None or not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(
             "the last stage needs a loss function of (output, target) that returns a "
-            f"scalar, got {loss_fn!r}"
+            f"scalar, got {loss_fn!r}; None is for a model that is cut by its trace "
+            "and has a 'loss' in its output: give labels in sample="
         )
     if isinstance(loss_fn, torch.nn.Module):
         learning = [n for n, p in loss_fn.named_parameters() if p.requires_grad]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any, final
 
 import torch
 
 from elche.errors import ConfigError
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
+from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.peers.communicator import PipelineCommunicator, check_same_call
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
@@ -19,6 +20,7 @@ from elche.pipeline.replicas.replica_groups import (
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import LayerCaches, modes_kept
+from elche.pipeline.step.batch_dimensions import BatchDimensions, check_whole
 from elche.pipeline.step.executor import Executor, StepInput, StepResults
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
@@ -27,8 +29,10 @@ from elche.pipeline.step.inputs import (
     LocalInput,
     check_reports,
     read_call,
+    warn_of_ignored,
     warn_of_other_batch,
 )
+from elche.pipeline.step.microbatch_weights import differ_in_ignored
 from elche.pipeline.step.outputs import (
     EvaluationOutput,
     OutputRanks,
@@ -36,7 +40,7 @@ from elche.pipeline.step.outputs import (
     joined_gradients,
     send_outputs,
 )
-from elche.pipeline.trees import as_plain, join_batches, split_batch
+from elche.pipeline.trees import join_batches
 
 
 @final
@@ -70,7 +74,13 @@ class Stepping:
         self.steps = 0
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
         mine = {name for one in parts.stages.values() for name in one.stage.keywords}
-        self._named = communicator.exchange(sorted(mine), "the keywords of layers")
+        self._dimensions = BatchDimensions(parts)
+        stages = [one.stage for one in parts.stages.values()]
+        lacks = self._dimensions.unknown(stages)
+        reports = communicator.exchange([sorted(mine), lacks], "the keywords of layers")
+        self._named = [names for names, _ in reports]
+        self._is_warned = False
+        check_whole([lacking for _, lacking in reports])
 
     def step(self, call: Call) -> StepOutput:
         """Runs one step: forward and backward."""
@@ -81,6 +91,7 @@ class Stepping:
             shares,
             weights=shares.weights(shares.index, given.report.loss_scale),
             input_gradients=call.input_gradients,
+            keeps_outputs=call.outputs is not None,
         )
         results, gathered, wants_cut = self.communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
@@ -98,6 +109,7 @@ class Stepping:
                 losses[shares.index], dtype=torch.float64, device="cpu"
             ),
             input_gradients=joined_gradients(results) if call.input_gradients else (),
+            outputs=self._outputs(results, shares, call.outputs),
         )
 
     def evaluate(
@@ -132,13 +144,17 @@ class Stepping:
         )
 
     def _outputs(
-        self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks
+        self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks | None
     ) -> Any:
         """This replica's outputs, on the ranks that receive them."""
         members = self.groups.members
-        if not shares.mine or (isinstance(wanted, int) and wanted not in members):
+        if (
+            wanted is None
+            or not shares.mine
+            or (isinstance(wanted, int) and wanted not in members)
+        ):
             return None
-        parts = [as_plain(results.outputs[i]) for i in sorted(results.outputs)]
+        parts = [results.outputs[i] for i in sorted(results.outputs)]
         with self.communicator.ending_on_failure():
             return send_outputs(
                 *(join_batches(parts) if parts else None, wanted, members),
@@ -151,7 +167,9 @@ class Stepping:
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
         may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
-        given = read_call(call, self.parts, may_rest, trouble, compares)
+        given = read_call(
+            *(call, self.parts, self._dimensions, may_rest, trouble, compares)
+        )
         report, what = list(astuple(given.report)), f"the begin of {call.what}"
         gathered = self.communicator.exchange(report, what)
         check_same_call(gathered, call.what)
@@ -161,20 +179,37 @@ class Stepping:
         check_reports(reports, self._named, self.groups)
         if compares:
             warn_of_other_batch(reports, self.parts)
+        if is_step and not self._is_warned:
+            self._is_warned = differ_in_ignored([one.ignored for one in reports])
+            if self._is_warned:
+                warn_of_ignored(self.parts.rank)
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
         shapes = [(one.samples, one.targets) for one in reports]
         reduction, counts = self.config.loss_reduction, self.replicas.counts
-        return given, read_shares(shapes, self.groups, counts, reduction, is_step)
+        needs_target = is_step and not isinstance(self.parts.given.loss_fn, OwnLoss)
+        shares = read_shares(shapes, self.groups, counts, reduction, needs_target)
+        weighed = [
+            [reports[r].weights for r in members] for members in self.groups.ranks
+        ]
+        found = [next((w for w in one if w is not None), ()) for one in weighed]
+        if any(found):
+            shares = replace(shares, counts=found)
+        for members, sizes in zip(self.groups.ranks, shares.sizes, strict=True):
+            shape = next((s for r in members if (s := reports[r].shape)), ())
+            for rank in members if sizes else ():
+                self._dimensions.learn(reports[rank].undecided, sum(sizes), shape)
+        return given, shares
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any
     ) -> StepInput:
-        sizes, has_target = shares.mine, given.target is not None
+        sizes, split = shares.mine, self._dimensions.split
+        has_target = given.target is not None
         return StepInput(
-            inputs=split_batch(given.batch, sizes) if self.parts.is_first else (),
-            targets=split_batch(given.target, sizes) if has_target else (),
-            keywords=(split_batch(given.keywords, sizes) if given.keywords else ()),
+            inputs=split(given.batch, "batch", sizes) if self.parts.is_first else (),
+            targets=split(given.target, "target", sizes) if has_target else (),
+            keywords=split(given.keywords, "keywords", sizes) if given.keywords else (),
             microbatches=len(sizes),
             timeout_s=self.config.timeout_s,
             **more,

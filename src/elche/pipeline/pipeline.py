@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, final
@@ -13,6 +14,7 @@ from typing_extensions import Self
 from elche.pipeline.checkpoints.named_states import (
     GivenOptimizers,
     NamedState,
+    Placeholder,
     as_optimizers,
 )
 from elche.pipeline.checkpoints.pipeline_state import PipelineState
@@ -29,7 +31,7 @@ from elche.pipeline.step.generation import (
     Generation,
     greedy,
 )
-from elche.pipeline.step.gradients import clip_norm, unscale
+from elche.pipeline.step.gradients import clip_norm, refuse_norm_of_rank, unscale
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, OutputRanks, StepOutput
 from elche.schedule.actions import Schedule, StageAction
@@ -89,6 +91,7 @@ class Pipeline:
         self._stepping = PipelineBuilder(*given, config, options).build()
         self._state = PipelineState(self._stepping)
         self._cached = CachedLayers(self._parts)
+        self._nothing = Placeholder(torch.zeros(1, device=self.device))
         self._communicator, self._groups = self._state.communicator, self._state.groups
         self.config = self._stepping.config
         self.rank, self.world_size = self._state.rank, self._state.world_size
@@ -164,8 +167,15 @@ class Pipeline:
         return iter(self._parts.named_parameters().items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for its optimizer."""
-        return iter(self._parts.named_parameters().values())
+        """This rank's parameters, for its optimizer; one without use if it has none.
+
+        Raises:
+            ConfigError: torch's `clip_grad_norm_` iterates over them, which would clip
+                by the norm of this rank's gradients alone.
+        """
+        if len(self._groups.members) > 1:
+            refuse_norm_of_rank(inspect.currentframe())
+        yield from self._parts.named_parameters().values() or (self._nothing,)
 
     def zero_grad(self) -> None:
         """Sets this rank's gradients to None."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.logged import logged
-from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, furthest
 
 WORDS, WIDTH, LENGTH, SAMPLES, IGNORED = 11, 6, 5, 8, -100

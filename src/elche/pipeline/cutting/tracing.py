@@ -177,9 +177,11 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
         reason = f"{type(error).__name__}: {first}"
         if isinstance(error, GuardOnDataDependentSymNode):
             reason = f"values of tensors decide what runs ({reason})"
+        elif "SymFloat" in first or "node.constant" in first:
+            reason = "it reads a number from a tensor, as item() does; keep the tensor"
         raise ConfigError(
             f"forward of {calls.inside} cannot be traced with this sample: {reason}; "
-            f"{REMEDY}"
+            f"if the model runs on the sample, {REMEDY}"
         ) from error
 
 

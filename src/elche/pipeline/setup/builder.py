@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
@@ -28,7 +29,10 @@ from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import LayerMeasurement, profile_layers
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import read_placement
+from elche.runtime.process.launchers import launch_facts
 from elche.schedule.actions import Schedule
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -64,6 +68,12 @@ class PipelineBuilder:
         self._micro_batches, self._schedule = micro_batches, schedule
         self._devices, self._placement = devices, read_placement()
         try:
+            facts = launch_facts()
+            if facts.may_grow and facts.pipe >= 0:  # Ray replaces ranks by default
+                raise ConfigError(
+                    "a Pipeline cannot replace ranks that die: run without --rejoin; "
+                    "--max-restarts N starts it anew from its last checkpoint"
+                )
             self._config = pipeline_config(config, options)
         except ConfigError as error:
             if self._placement.world_size > 1:
@@ -135,6 +145,15 @@ class PipelineBuilder:
             wanted, config = plan_measured(
                 *(list(rows.values()), limits, wanted, self._micro_batches, config)
             )
+            idle = [
+                r for r, row in zip(members, wanted.actions, strict=True) if not row
+            ]
+            if idle and self._placement.rank == members[0]:
+                logger.warning(
+                    "ranks %s have no layers and idle: with them a step would take "
+                    "longer, by the measured costs",
+                    idle,
+                )
         plan = make_plan(wanted, self._micro_batches, len(members), len(layers), config)
         plan = replace(plan, schedule=groups.placed(plan.schedule))
         loss_fn = _checked(self._loss_fn, layers, config)

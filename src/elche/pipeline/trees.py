@@ -8,14 +8,18 @@ nothing is ever unpickled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from elche.errors import ConfigError
-from elche.torch_internals.batches import tree_leaves, tree_map
+from elche.torch_internals.batches import (
+    tree_flatten_with_path,
+    tree_map,
+    tree_map_with_path,
+)
 
 _PLAIN = (bool, int, float, str, bytes)
 
@@ -133,14 +137,27 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     )
 
 
+def named_tensors(value: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Tensors with dimensions, each with its key or position in the outermost value."""
+    return [
+        (prefix + _name(path), one)
+        for path, one in tree_flatten_with_path(value)[0]
+        if isinstance(one, torch.Tensor) and one.dim()
+    ]
+
+
+def _name(path: Sequence[Any]) -> str:
+    place: Any = path[0] if path else None
+    return str(getattr(place, "key", getattr(place, "idx", "")))
+
+
 def batch_samples(value: Any) -> int | None:
     """Samples of a batch: the first dimension of its first tensor with dimensions."""
-    shape = first_shape(value)
-    return None if shape is None else shape[0]
+    return next((one.shape[0] for _, one in named_tensors(value)), None)
 
 
 def split_batch(
-    value: Any, sizes: Sequence[int], whole: Collection[Any] = ()
+    value: Any, sizes: Sequence[int], whole: Container[str] = (), prefix: str = ""
 ) -> list[Any]:
     """Cuts a batch into microbatches.
 
@@ -148,41 +165,22 @@ def split_batch(
         value: nested value; dense tensors whose first dimension is the batch are cut
             along it, other values go to every microbatch.
         sizes: samples of each microbatch.
-        whole: keys or positions in `value` that go to every microbatch as they are; see
-            `elche.pipeline.step.batch_dimensions`.
+        whole: names (see `named_tensors`) of values that every microbatch receives.
+        prefix: prefix of the names in `whole`.
     """
     total = sum(sizes)
 
-    def part(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        is_cut = tensor.dim() and _is_dense(tensor) and tensor.shape[0] == total
-        return tensor[begin:end] if is_cut else tensor
-
-    def cut(begin: int, end: int) -> Any:
-        cut_one = partial(part, begin=begin, end=end)
-        parts = {
-            key: one if key in whole else map_tensors(one, cut_one)
-            for key, one in items_of(value).items()
-        }
-        if isinstance(value, dict):
-            return parts
-        is_row = isinstance(value, (tuple, list))
-        return type(value)(parts.values()) if is_row else parts[0]
+    def part(path: Sequence[Any], one: Any, begin: int, end: int) -> Any:
+        is_batch = isinstance(one, torch.Tensor) and one.dim() and _is_dense(one)
+        if not is_batch or one.shape[0] != total or prefix + _name(path) in whole:
+            return one
+        return one[begin:end]
 
     ends = itertools.accumulate(sizes)
-    return [cut(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-
-def items_of(value: Any) -> dict[Any, Any]:
-    """Parts of a dict, tuple or list by key or position; another value is part 0."""
-    if isinstance(value, dict):
-        return value
-    return dict(enumerate(value if isinstance(value, (tuple, list)) else (value,)))
-
-
-def first_shape(value: Any) -> list[int] | None:
-    """Shape of the first tensor with dimensions; its first one is the batch's."""
-    tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
-    return next((list(one.shape) for one in tensors if one.dim()), None)
+    return [
+        tree_map_with_path(partial(part, begin=end - size, end=end), value)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def as_plain(value: Any) -> Any:

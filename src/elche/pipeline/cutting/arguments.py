@@ -14,8 +14,8 @@ from elche.errors import ConfigError
 from elche.pipeline.trees import (
     as_tensors,
     batch_samples,
-    first_shape,
     flatten,
+    named_tensors,
     unflatten,
 )
 
@@ -36,8 +36,8 @@ class Arguments:
         first: name of the argument with the sample's first tensor, whose first
             dimension is the batch's.
         device: device of the tensors.
-        is_cut: whether an argument's tensors have a row per sample, by its name; known
-            after the trace.
+        is_cut: whether an argument's tensors have a row per sample, by its name and by
+            its position; known after the trace.
     """
 
     signature: inspect.Signature
@@ -87,7 +87,7 @@ class Arguments:
             args, keywords = (), sample
         made = Arguments(signature, {}, [], samples, "", device)
         named = made.named(args, keywords)
-        made.first = next(n for n in keywords or named if first_shape(named[n]))
+        made.first = next(n for n in keywords or named if named_tensors(named[n]))
         for name, value in named.items():
             tensors, made.structures[name] = flatten(value, f"{name} of the sample")
             made.tensors += [one.detach().to(device) for one in tensors]
@@ -151,6 +151,8 @@ class Arguments:
 
         for name, tensors in mine.items():
             self.is_cut[name] = any(one.dim() and follows(one, s) for one, s in tensors)
+        for place, name in enumerate(self.signature.parameters):
+            self.is_cut[str(place)] = self.is_cut.get(name, True)
         return batch
 
     def tensors_of(

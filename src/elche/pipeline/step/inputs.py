@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.cutting.own_loss import IGNORED, OwnLoss
+from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.step.batch_dimensions import BatchDimensions, Shapes
-from elche.pipeline.step.microbatch_weights import read_weights
-from elche.pipeline.trees import as_tensors, batch_samples, first_shape, map_tensors
+from elche.pipeline.step.microbatches import Microbatches
+from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
 from elche.runtime.data.stream_reader import fingerprint
 
 COMPARED_STEPS = 2
@@ -68,10 +67,9 @@ class InputReport:
         keywords: whether a layer of the rank may accept each given keyword, by name.
         outputs: ranks that receive the outputs; None for none.
         batch: fingerprint of the given batch, in the first steps.
-        weights: weight of each microbatch, on the rank that reads what is weighed.
-        ignored: ignored targets per sample, see `read_weights`.
-        shape: shape of the batch's first tensor, on the rank that reads it.
-        undecided: see `elche.pipeline.step.batch_dimensions`.
+        weights: see `elche.pipeline.step.microbatches.Microbatches.weigh`.
+        is_uneven: likewise.
+        shapes: see `Microbatches.shapes`.
     """
 
     what: str
@@ -83,9 +81,8 @@ class InputReport:
     outputs: int | str | None = None
     batch: int | None = None
     weights: Sequence[float] | None = None
-    ignored: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    shape: Sequence[int] = ()
-    undecided: Shapes = field(default_factory=dict)
+    is_uneven: bool = False
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ class LocalInput:
 def read_call(
     call: Call,
     parts: Parts,
-    dimensions: BatchDimensions,
+    cutter: Microbatches,
     may_rest: bool,
     trouble: str,
     compares: bool,
@@ -120,7 +117,7 @@ def read_call(
     Args:
         call: the script's call.
         parts: this rank's stages and plan.
-        dimensions: values that are cut.
+        cutter: cuts and weighs the microbatches.
         may_rest: whether the batch may be missing, because other replicas may have one.
         trouble: error of the rank itself, or "".
         compares: whether to report the batch's fingerprint.
@@ -128,7 +125,7 @@ def read_call(
     try:
         if trouble:
             raise ConfigError(trouble)
-        return _read(call, parts, dimensions, may_rest, compares)
+        return _read(call, parts, cutter, may_rest, compares)
     except Exception as error:
         name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         text = f"{name}{error}" or type(error).__name__
@@ -138,7 +135,7 @@ def read_call(
 def _read(
     call: Call,
     parts: Parts,
-    dimensions: BatchDimensions,
+    cutter: Microbatches,
     may_rest: bool,
     compares: bool,
 ) -> LocalInput:
@@ -188,17 +185,10 @@ def _read(
     if compares and (parts.is_first or parts.is_last) and call.batch is not None:
         shown = fingerprint(call.batch)
     given = {"batch": batch, "target": target, "keywords": keywords}
-    weights, ignored = read_weights(parts, dimensions, given)
     taken = {name: one for name, one in keywords.items() if takes[name]}
-    undecided = {
-        name: shape
-        for role, value in {**given, "keywords": taken}.items()
-        for name, shape in dimensions.undecided(value, role).items()
-    }
-    shape = first_shape(batch) or ()
     report = InputReport(
         *(what, "", samples, targets, loss_scale, takes, call.outputs, shown),
-        *(weights, ignored, shape, undecided),
+        *(*cutter.weigh(given), cutter.shapes({**given, "keywords": taken})),
     )
     return LocalInput(report, *map(here, given.values()))
 
@@ -308,17 +298,4 @@ def warn_of_other_batch(reports: Sequence[InputReport], parts: Parts) -> None:
             "what it reads",
             first,
             last,
-        )
-
-
-def warn_of_ignored(rank: int) -> None:
-    """Warns on the first rank that a mean may be another than one process's."""
-    if rank == 0:
-        logger.warning(
-            "microbatches have different numbers of ignored targets (%d), and are "
-            "weighted by samples: a mean over the other targets differs from that of "
-            "one process; pass weight_of=lambda target: (target != %d).sum(), or "
-            "loss_fn=None if the model computes its own loss from labels in the batch",
-            IGNORED,
-            IGNORED,
         )

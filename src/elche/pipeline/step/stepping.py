@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from typing import Any, final
@@ -10,7 +11,7 @@ import torch
 
 from elche.errors import ConfigError
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
-from elche.pipeline.cutting.own_loss import OwnLoss
+from elche.pipeline.cutting.own_loss import IGNORED, OwnLoss
 from elche.pipeline.peers.communicator import PipelineCommunicator, check_same_call
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
@@ -20,7 +21,6 @@ from elche.pipeline.replicas.replica_groups import (
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import LayerCaches, modes_kept
-from elche.pipeline.step.batch_dimensions import BatchDimensions, check_whole
 from elche.pipeline.step.executor import Executor, StepInput, StepResults
 from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
@@ -29,10 +29,9 @@ from elche.pipeline.step.inputs import (
     LocalInput,
     check_reports,
     read_call,
-    warn_of_ignored,
     warn_of_other_batch,
 )
-from elche.pipeline.step.microbatch_weights import differ_in_ignored
+from elche.pipeline.step.microbatches import Microbatches
 from elche.pipeline.step.outputs import (
     EvaluationOutput,
     OutputRanks,
@@ -41,6 +40,8 @@ from elche.pipeline.step.outputs import (
     send_outputs,
 )
 from elche.pipeline.trees import join_batches
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -74,13 +75,8 @@ class Stepping:
         self.steps = 0
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
         mine = {name for one in parts.stages.values() for name in one.stage.keywords}
-        self._dimensions = BatchDimensions(parts)
-        stages = [one.stage for one in parts.stages.values()]
-        lacks = self._dimensions.unknown(stages)
-        reports = communicator.exchange([sorted(mine), lacks], "the keywords of layers")
-        self._named = [names for names, _ in reports]
-        self._is_warned = False
-        check_whole([lacking for _, lacking in reports])
+        self._named = communicator.exchange(sorted(mine), "the keywords of layers")
+        self._cutter, self._is_warned = Microbatches(parts), False
 
     def step(self, call: Call) -> StepOutput:
         """Runs one step: forward and backward."""
@@ -148,11 +144,8 @@ class Stepping:
     ) -> Any:
         """This replica's outputs, on the ranks that receive them."""
         members = self.groups.members
-        if (
-            wanted is None
-            or not shares.mine
-            or (isinstance(wanted, int) and wanted not in members)
-        ):
+        is_elsewhere = isinstance(wanted, int) and wanted not in members
+        if wanted is None or is_elsewhere or not shares.mine:
             return None
         parts = [results.outputs[i] for i in sorted(results.outputs)]
         with self.communicator.ending_on_failure():
@@ -167,9 +160,8 @@ class Stepping:
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
         may_rest, trouble = self.groups.are_several, self.replicas.late_learner()
-        given = read_call(
-            *(call, self.parts, self._dimensions, may_rest, trouble, compares)
-        )
+        flags = (may_rest, trouble, compares)
+        given = read_call(call, self.parts, self._cutter, *flags)
         report, what = list(astuple(given.report)), f"the begin of {call.what}"
         gathered = self.communicator.exchange(report, what)
         check_same_call(gathered, call.what)
@@ -179,32 +171,38 @@ class Stepping:
         check_reports(reports, self._named, self.groups)
         if compares:
             warn_of_other_batch(reports, self.parts)
-        if is_step and not self._is_warned:
-            self._is_warned = differ_in_ignored([one.ignored for one in reports])
-            if self._is_warned:
-                warn_of_ignored(self.parts.rank)
+        if is_step and any(one.is_uneven for one in reports):
+            self._warn_of_ignored()
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
-        shapes = [(one.samples, one.targets) for one in reports]
+        for members in self.groups.ranks:
+            shapes = [reports[rank].shapes for rank in members]
+            self._cutter.learn(shapes, checks_names=is_step and self.steps == 0)
+        samples = [(one.samples, one.targets) for one in reports]
         reduction, counts = self.config.loss_reduction, self.replicas.counts
         needs_target = is_step and not isinstance(self.parts.given.loss_fn, OwnLoss)
-        shares = read_shares(shapes, self.groups, counts, reduction, needs_target)
+        shares = read_shares(samples, self.groups, counts, reduction, needs_target)
         weighed = [
-            [reports[r].weights for r in members] for members in self.groups.ranks
+            next((w for r in members if (w := reports[r].weights)), ())
+            for members in self.groups.ranks
         ]
-        found = [next((w for w in one if w is not None), ()) for one in weighed]
-        if any(found):
-            shares = replace(shares, counts=found)
-        for members, sizes in zip(self.groups.ranks, shares.sizes, strict=True):
-            shape = next((s for r in members if (s := reports[r].shape)), ())
-            for rank in members if sizes else ():
-                self._dimensions.learn(reports[rank].undecided, sum(sizes), shape)
-        return given, shares
+        return given, replace(shares, counts=weighed if any(weighed) else None)
+
+    def _warn_of_ignored(self) -> None:
+        if self.parts.rank == 0 and not self._is_warned:
+            logger.warning(
+                "microbatches have different numbers of ignored targets (%d), and are "
+                "weighted by samples: a mean over the other targets differs from that "
+                "of one process; pass weight_of=lambda target: (target != %d).sum(), "
+                "or loss_fn=None if the model computes its own loss of labels=",
+                *(IGNORED, IGNORED),
+            )
+        self._is_warned = True
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any
     ) -> StepInput:
-        sizes, split = shares.mine, self._dimensions.split
+        sizes, split = shares.mine, self._cutter.split
         has_target = given.target is not None
         return StepInput(
             inputs=split(given.batch, "batch", sizes) if self.parts.is_first else (),

@@ -137,20 +137,14 @@ class Arguments:
         Returns:
             The batch's number of samples: a symbol, or a number if forward fixes it.
         """
+        named = list(zip(self.owners(), self.tensors, sizes, strict=True))
         others = {each for one in sizes for each in one[1:]}
-        found = iter(zip(self.tensors, sizes, strict=True))
-        mine = {
-            name: [next(found) for _ in range(_count(structure))]
-            for name, structure in self.structures.items()
-        }
-        batch = next(one[0] for _, one in mine[self.first] if one)
-
-        def follows(tensor: torch.Tensor, symbols: list[Any]) -> bool:
-            is_like = tensor.shape[0] == self.samples and symbols[0] not in others
-            return is_like or bool(symbols[0] == batch)
-
-        for name, tensors in mine.items():
-            self.is_cut[name] = any(one.dim() and follows(one, s) for one, s in tensors)
+        batch = next(one[0] for name, _, one in named if name == self.first and one)
+        for name, tensor, one in named:
+            is_like = one[:1] == [batch] or (
+                tensor.shape[:1] == (self.samples,) and one[0] not in others
+            )
+            self.is_cut[name] = is_like or self.is_cut.get(name, False)
         for place, name in enumerate(self.signature.parameters):
             self.is_cut[str(place)] = self.is_cut.get(name, True)
         return batch

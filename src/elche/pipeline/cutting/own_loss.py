@@ -6,7 +6,7 @@ cross entropy (shifted ones in causal language models) is known from the trace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from elche.torch_internals.batches import tree_map
 IGNORED = -100
 """Label that losses ignore by default."""
 _aten = torch.ops.aten
+_OPERATOR = type(_aten.mse_loss.default)
 _BY_SAMPLES = (
     _aten.mse_loss.default,
     _aten.l1_loss.default,
@@ -33,14 +34,15 @@ class OwnLoss:
 
     Attributes:
         arguments: arguments of the model's trace.
-        names: names of those from which the model makes the labels.
-        labels: makes the labels of these; None if the loss is a mean over samples.
-        fault: why neither is known; "" if it is.
+        labels: makes the labels of the arguments' tensors; None if the loss is a mean
+            over samples.
+        used: names of the arguments that `labels` reads.
+        fault: why the mean is unknown; "" if it is known.
     """
 
     arguments: Arguments
-    names: Sequence[str] = ()
     labels: fx.GraphModule | None = None
+    used: frozenset[str] = frozenset()
     fault: str = ""
 
     def __call__(self, output: Any, target: None = None) -> Any:
@@ -57,10 +59,10 @@ class OwnLoss:
         if isinstance(batch, dict):
             args, keywords = (), {**batch, **keywords}
         named = self.arguments.named(args, keywords)
-        given = [one for name in self.names if (one := named.get(name)) is not None]
-        if self.labels is None or len(given) < len(self.names):
+        if self.labels is None or any(named.get(name) is None for name in self.used):
             return None
-        return float((self.labels(*(one.cpu() for one in given)) != IGNORED).sum())
+        read = [n in self.used and named[n].cpu() for n in self.arguments.owners()]
+        return float((self.labels(*read) != IGNORED).sum())
 
 
 def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss | None:
@@ -72,39 +74,30 @@ def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss
         arguments: arguments of the trace.
     """
     ends = iter(next(node for node in graph.nodes if node.op == "output").args[0])
-    node = OwnLoss(arguments)(tree_map(lambda _: next(ends), output))
-    if node is None or (node.target in _BY_SAMPLES and not node.args[2:]):
-        return None if node is None else OwnLoss(arguments)
-    fault = f"is none of its labels or samples, but ends in {node.target}"
-    plain = node.target == _aten.cross_entropy_loss.default and not node.args[2:]
-    if not plain or node.kwargs:
+    loss = OwnLoss(arguments)(tree_map(lambda _: next(ends), output))
+    if loss is None:
+        return None
+    is_plain = not (loss.args[2:] or loss.kwargs)  # a mean, without weights
+    if is_plain and loss.target in _BY_SAMPLES:
+        return OwnLoss(arguments)
+    fault = f"this one ends in {loss.target}"
+    if not is_plain or loss.target != _aten.cross_entropy_loss.default:
         return OwnLoss(arguments, fault=fault)
-    made, names = fx.Graph(), list[str]()
-    here: dict[fx.Node, fx.Node] = {}
-    owners = iter(arguments.owners())
-    needed = _ancestors(node.args[1])
-    for one in graph.nodes:
-        owner = next(owners) if one.op == "placeholder" else ""
-        if one not in needed:
-            continue
-        if not owner and not isinstance(one.target, torch._ops.OpOverload):
-            return OwnLoss(arguments, fault=f"{fault} over what {one} makes")
-        here[one] = made.node_copy(one, here.__getitem__)
-        here[one].meta = {}  # it would keep the trace alive
-        here[one].args = fx.node.map_aggregate(here[one].args, _on_cpu)
-        here[one].kwargs = fx.node.map_aggregate(here[one].kwargs, _on_cpu)
-        names += [owner] if owner else []
-    made.output(here[node.args[1]])
-    return OwnLoss(arguments, names, fx.GraphModule({}, made))
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, waiting = set[fx.Node](), [node]
-    while waiting:
-        one = waiting.pop()
-        waiting += [] if one in found else one.all_input_nodes
-        found.add(one)
-    return found
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    made.graph_copy(graph, copies)
+    made.output(copies[loss.args[1]])
+    made.eliminate_dead_code()
+    inputs = [node for node in made.nodes if node.op == "placeholder"]
+    for node in made.nodes:
+        is_known = node in inputs or node.op == "output"
+        if not is_known and not isinstance(node.target, _OPERATOR):
+            return OwnLoss(arguments, fault=f"{fault} over what {node} makes")
+        node.meta = {}  # it would keep the trace alive
+        node.args = fx.node.map_aggregate(node.args, _on_cpu)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _on_cpu)
+    pairs = zip(arguments.owners(), inputs, strict=True)
+    used = frozenset(name for name, node in pairs if node.users)
+    return OwnLoss(arguments, fx.GraphModule({}, made), used)
 
 
 def _on_cpu(value: Any) -> Any:

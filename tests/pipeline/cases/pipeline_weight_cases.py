@@ -25,17 +25,6 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x)).cumsum(1) / LENGTH
 
 
-class Head(nn.Module):
-    """Logits, and by `masked_mean` a loss that is 0 / 0 without targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
 class Causal(nn.Module):
     """Computes its own loss over shifted labels, as models of transformers do."""
 
@@ -43,7 +32,7 @@ class Causal(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = Head()
+        self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
         x = self.embed(input_ids)
@@ -58,7 +47,9 @@ class Causal(nn.Module):
 
 
 def masked_mean(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    rows = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+    """Without targets 0 / 0, and so are its gradients."""
+    places = target.clamp(min=0)[..., None]
+    rows = -logits.log_softmax(-1).gather(-1, places)[..., 0]
     there = target != IGNORED
     return (rows * there).sum() / there.sum()
 

@@ -3,9 +3,10 @@
 Two CPU ranks train 20 M parameters with AdamW. At the end of a step, where gradients
 are, each reads its proportional set size, in which memory that ranks share is divided
 among them: as it is in the first half of the steps, and without what malloc holds free
-(`malloc_trim`), which differs by half a model from run to run, in the second. What a contender holds beyond plain training is given
-in copies of the model, and beside it what it says itself that reductions hold.
-A contender is a policy, with `-gloo` not in shared memory, and with a codec's name.
+(`malloc_trim`), which differs by half a model from run to run, in the second. What a
+contender holds beyond plain training is given in copies of the model, and beside it
+what it says itself that reductions hold. A contender is a policy, with `-gloo` not in
+shared memory, and with a codec's name.
 
     python benchmarks/memory.py [--contenders plain,ddp,sync,...] [--steps 20]
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from elche.checkpoint.weight_files import WeightFiles
 from elche.pipeline.checkpoints.named_states import (
     GivenOptimizers,
     NamedState,
+    Placeholder,
     as_optimizers,
 )
 from elche.pipeline.checkpoints.pipeline_state import PipelineState
@@ -31,7 +33,7 @@ from elche.pipeline.step.generation import (
     Generation,
     greedy,
 )
-from elche.pipeline.step.gradients import clip_norm, unscale
+from elche.pipeline.step.gradients import clip_norm, refuse_norm_of_rank, unscale
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, OutputRanks, StepOutput
 from elche.schedule.actions import Schedule, StageAction
@@ -44,10 +46,11 @@ class Pipeline:
     """Trains a model cut into stages, each on the rank given by the schedule.
 
     Gradients equal those of one process on the whole batch: the mean (or sum) over its
-    samples, whatever the microbatches' sizes; with `replicas` over the union of the
-    replicas' batches. Every rank builds only its own stages: pass factories, or build
-    the model under ``torch.device("meta")``. After :meth:`step` the gradients are in
-    ``grad``; the user creates the optimizer over :meth:`parameters`.
+    samples, or over what `weight_of` counts, whatever the microbatches' sizes; with
+    `replicas` over the union of the replicas' batches. Every rank builds only its own
+    stages: pass factories, or build the model under ``torch.device("meta")``. After
+    :meth:`step` the gradients are in ``grad``; the user creates the optimizer over
+    :meth:`parameters`.
 
     Call every method that communicates (the constructor, `step`, `evaluate`,
     `generate`, `clip_grad_norm_`, `state_dict`, `close`) on all ranks in the same
@@ -56,7 +59,9 @@ class Pipeline:
     Args:
         model: any module (cut automatically with `sample`, or at `split_points`), an
             nn.Sequential, or a list of layers or of factories of layers.
-        loss_fn: function of one microbatch's output and target; returns a scalar.
+        loss_fn: function of one microbatch's output and target; returns a scalar. None
+            takes the ``"loss"`` in the output of a traced model with `labels` in its
+            batch, as a mean over the labels that the model does not ignore.
         micro_batches: number of microbatches per batch.
         schedule: a name (one of `FIXED_SCHEDULES`, or "auto"), the path of a CSV file,
             or a schedule.
@@ -87,6 +92,7 @@ class Pipeline:
         given = (model, loss_fn, micro_batches, schedule, devices, split)
         self._stepping = PipelineBuilder(*given, config, options).build()
         self._state = PipelineState(self._stepping)
+        self._nothing = Placeholder(torch.zeros(1, device=self.device))
         self._communicator, self._groups = self._state.communicator, self._state.groups
         self.config = self._stepping.config
         self.rank, self.world_size = self._state.rank, self._state.world_size
@@ -162,8 +168,15 @@ class Pipeline:
         return iter(self._parts.named_parameters().items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for its optimizer."""
-        return iter(self._parts.named_parameters().values())
+        """This rank's parameters, for its optimizer; one without use if it has none.
+
+        Raises:
+            ConfigError: torch's `clip_grad_norm_` iterates over them, which would clip
+                by the norm of this rank's gradients alone.
+        """
+        if len(self._groups.members) > 1:
+            refuse_norm_of_rank(inspect.currentframe())
+        yield from self._parts.named_parameters().values() or (self._nothing,)
 
     def zero_grad(self) -> None:
         """Sets this rank's gradients to None."""
@@ -186,20 +199,24 @@ class Pipeline:
         *,
         input_gradients: bool = False,
         loss_scale: float = 1.0,
+        outputs: OutputRanks | None = None,
         **keywords: Any,
     ) -> StepOutput:
         """Runs one batch forward and backward; adds to the parameters' gradients.
 
         Args:
             batch: the batch, read on the first stage's rank; at least one sample. Dense
-                tensors, and arrays for `torch.as_tensor`, are cut along their first
-                dimension if it equals the first tensor's; other values go to all
-                microbatches. Each replica reads its own batch, of any size; a replica
-                may have none.
-            target: the target, read on the last stage's rank and cut likewise.
+                tensors, and arrays for `torch.as_tensor`, with a row per sample are cut
+                along their first dimension; other values go to all microbatches (see
+                `whole` of `PipelineConfig`). Each replica reads its own batch, of any
+                size; a replica may have none.
+            target: the target, read on the last stage's rank and cut likewise; none
+                with ``loss_fn=None``.
             input_gradients: whether to return the batch's gradients.
             loss_scale: factor of all gradients, for float16 (see `unscale_`). The same
                 on all ranks.
+            outputs: ranks that receive the model's outputs, as in `evaluate`; None for
+                none.
             **keywords: arguments for layers whose forward accepts them; pass each on
                 every rank with such a layer. Cut like the batch.
 
@@ -212,7 +229,8 @@ class Pipeline:
             DeadlineError: a rank is late; the pipeline has ended.
             CommunicationError: a rank has disconnected, or the pipeline was closed.
         """
-        call = Call("step", batch, target, keywords, loss_scale, input_gradients)
+        scaled = (loss_scale, input_gradients, outputs)
+        call = Call("step", batch, target, keywords, *scaled)
         return self._stepping.step(call)
 
     def evaluate(

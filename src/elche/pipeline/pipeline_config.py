@@ -8,23 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from elche.errors import ConfigError
+from elche.runtime.data.batch_weights import WeightOf, check_weight_of
 from elche.schedule.costs import PipelineCosts
-
-_NEW_PLAN = (
-    "was removed: a pipeline keeps its plan; save a checkpoint, and resume it in a new "
-    "Pipeline with "
-)
-_ONE_DEADLINE = (
-    "was removed: all waits of a pipeline have one deadline; set it by timeout_s="
-)
-REMOVED = {
-    "auto_repartition": f'auto_repartition= {_NEW_PLAN}costs="measure" or partition=',
-    "replan_every": f'replan_every= {_NEW_PLAN}costs="measure"',
-    "drift_threshold": f'drift_threshold= {_NEW_PLAN}costs="measure"',
-    "patience_factor": f"patience_factor= {_ONE_DEADLINE}",
-    "min_patience_s": f"min_patience_s= {_ONE_DEADLINE}",
-}
-"""Removed settings, with the error that names the replacement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +34,15 @@ class PipelineConfig:
             ``{"layer2": SplitPoint.BEGINNING}``. With None, a module that is not a
             Sequential and has no `split` is cut around the members of its ModuleLists
             and Sequentials. See `elche.pipeline.cutting`.
+        weight_of: weight of a microbatch's target, if not its samples: the count that
+            the loss is a mean over, such as
+            ``lambda target: (target != -100).sum()``. With ``loss_fn=None`` a function
+            of the microbatch, whose labels are counted without it.
+        whole: names of the values that every microbatch receives as they are: keywords
+            of `step`, keys or positions of the batch, and ``"target.KEY"``. All others
+            are cut where their first dimension is the batch's. With None, the trace of
+            a cut model decides, or for layers by hand the first call; a value that may
+            have a row per sample or not is refused.
         memory_bytes: bytes per rank of the run for parameters, their state (as large as
             Adam's) and activations, for ``costs="measure"``; infinity for no limit.
             None means nine tenths of a CUDA device's free memory at the start, and no
@@ -78,6 +72,8 @@ class PipelineConfig:
     costs: PipelineCosts | Literal["measure"] | None = None
     sample: Any = None
     split_points: Sequence[str] | Mapping[str, Any] | None = None
+    weight_of: WeightOf | None = None
+    whole: Sequence[str] | None = None
     memory_bytes: Sequence[float] | None = None
     split_backward: bool = True
     guard: bool = True
@@ -86,12 +82,6 @@ class PipelineConfig:
     transport: Literal["auto", "gloo"] = "auto"
     timeout_s: float = 300.0
 
-    def __new__(cls, **given: Any) -> PipelineConfig:
-        """Rejects removed settings by name."""
-        for name in given.keys() & REMOVED.keys():
-            raise ConfigError(REMOVED[name])
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         replicas, limits, partition = self.replicas, self.memory_bytes, self.partition
         stages, timeout_s = self.stages_per_rank, self.timeout_s
@@ -99,6 +89,14 @@ class PipelineConfig:
             (
                 self.loss_reduction in ("mean", "sum"),
                 f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}",
+            ),
+            (
+                self.weight_of is None or self.loss_reduction == "mean",
+                "weight_of= weights means; leave it out with loss_reduction='sum'",
+            ),
+            (
+                not isinstance(self.whole, str),
+                f"expected names such as whole=('mask',), got {self.whole!r}",
             ),
             (
                 self.transport in ("auto", "gloo"),
@@ -116,8 +114,7 @@ class PipelineConfig:
             ),
             (
                 limits is None or self.costs == "measure",
-                'memory_bytes= is for costs="measure"; with given costs set their '
-                "memory",
+                'memory_bytes= is for costs="measure"; given costs have their memory',
             ),
             (
                 limits is None
@@ -147,6 +144,8 @@ class PipelineConfig:
         for is_right, message in checks:
             if not is_right:
                 raise ConfigError(message)
+        if self.weight_of is not None:
+            check_weight_of(self.weight_of)
 
 
 def pipeline_config(
@@ -163,12 +162,6 @@ def pipeline_config(
         )
     if config is not None:
         return config
-    if "weight_of" in options:
-        raise ConfigError(
-            "weight_of= is not for pipelines, which weight microbatches and replicas "
-            "by samples; for other weights pass loss_reduction='sum', which adds "
-            "losses and gradients, and divide in loss_fn by the whole step's weight"
-        )
     try:
         return PipelineConfig(**options)
     except TypeError as error:

@@ -8,14 +8,18 @@ nothing is ever unpickled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from elche.errors import ConfigError
-from elche.torch_internals.batches import tree_leaves, tree_map
+from elche.torch_internals.batches import (
+    tree_flatten_with_path,
+    tree_map,
+    tree_map_with_path,
+)
 
 _PLAIN = (bool, int, float, str, bytes)
 
@@ -133,29 +137,48 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     )
 
 
+def named_tensors(value: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Tensors with dimensions, each with its key or position in the outermost value."""
+    return [
+        (prefix + _name(path), one)
+        for path, one in tree_flatten_with_path(value)[0]
+        if isinstance(one, torch.Tensor) and one.dim()
+    ]
+
+
+def _name(path: Sequence[Any]) -> str:
+    place: Any = path[0] if path else None
+    return str(getattr(place, "key", getattr(place, "idx", "")))
+
+
 def batch_samples(value: Any) -> int | None:
     """Samples of a batch: the first dimension of its first tensor with dimensions."""
-    tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
-    return next((one.shape[0] for one in tensors if one.dim()), None)
+    return next((one.shape[0] for _, one in named_tensors(value)), None)
 
 
-def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
+def split_batch(
+    value: Any, sizes: Sequence[int], whole: Container[str] = (), prefix: str = ""
+) -> list[Any]:
     """Cuts a batch into microbatches.
 
     Args:
         value: nested value; dense tensors whose first dimension is the batch are cut
             along it, other values go to every microbatch.
         sizes: samples of each microbatch.
+        whole: names (see `named_tensors`) of values that every microbatch receives.
+        prefix: prefix of the names in `whole`.
     """
     total = sum(sizes)
 
-    def part(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        is_cut = tensor.dim() and _is_dense(tensor) and tensor.shape[0] == total
-        return tensor[begin:end] if is_cut else tensor
+    def part(path: Sequence[Any], one: Any, begin: int, end: int) -> Any:
+        is_batch = isinstance(one, torch.Tensor) and one.dim() and _is_dense(one)
+        if not is_batch or one.shape[0] != total or prefix + _name(path) in whole:
+            return one
+        return one[begin:end]
 
     ends = itertools.accumulate(sizes)
     return [
-        map_tensors(value, partial(part, begin=end - size, end=end))
+        tree_map_with_path(partial(part, begin=end - size, end=end), value)
         for size, end in zip(sizes, ends, strict=True)
     ]
 

@@ -17,6 +17,12 @@ tree_map: Callable[..., Any] = bind(
 tree_leaves: Callable[[Any], list[Any]] = bind(
     "torch.utils._pytree.tree_leaves", "looks into batches"
 )
+tree_map_with_path: Callable[..., Any] = bind(
+    "torch.utils._pytree.tree_map_with_path", "looks into batches"
+)
+tree_flatten_with_path: Callable[[Any], tuple[list[Any], Any]] = bind(
+    "torch.utils._pytree.tree_flatten_with_path", "looks into batches"
+)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ def wrong_calls() -> tuple[dict[str, str], bool]:
 
     with pipeline() as pipe:
         pipe.step(x, y)
+        nn.utils.clip_grad_value_(pipe.parameters(), 1e9)
         right = [one.grad.clone() for one in pipe.parameters() if one.grad is not None]
         calls: dict[str, Callable[[], Any]] = {
             "unknown keyword": lambda: pipe.step(x, y, scale=2.0),
@@ -72,6 +73,9 @@ def wrong_calls() -> tuple[dict[str, str], bool]:
             "a norm that is none": lambda: pipe.clip_grad_norm_(float("nan")),
             "a norm of text": lambda: pipe.clip_grad_norm_("1"),  # type: ignore[arg-type]
             "a negative norm on one rank": lambda: pipe.clip_grad_norm_(1.0 - 2 * rank),
+            "torch's clipping": lambda: nn.utils.clip_grad_norm_(
+                pipe.parameters(), 1.0
+            ),
             "two norms": lambda: pipe.clip_grad_norm_(1.0 + rank),
             "two kinds of call": lambda: (
                 pipe.clip_grad_norm_(1.0) if rank else pipe.step(x, y)

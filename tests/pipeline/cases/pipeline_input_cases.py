@@ -114,7 +114,7 @@ MISTAKES: dict[str, Callable[[Given, int], None]] = {
             costs="measure", sample=torch.ones(2, WIDTH), memory_bytes=[100.0, 100.0]
         )
     ),
-    "weights of batches": _mistake_of_all(_options(weight_of=len)),
+    "weights of nothing": _mistake_of_all(_options(weight_of=lambda target: -1)),
     "an option that is none, on one rank": _mistake_of_last(_options(microbatches=4)),
     "a batch of nothing": _mistake_of_all(_set(batch=torch.empty(0, WIDTH))),
     "a batch of text": _mistake_of_all(_set(batch="text")),

@@ -15,6 +15,7 @@ from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.planning import make_plan
+from elche.runtime.process.launchers import LaunchFacts
 from elche.schedule.actions import Schedule, parse_action
 from elche.torch_internals.groups import STEPPED_IN_BACKWARD
 
@@ -35,19 +36,11 @@ def test_layers_are_divided_evenly_or_as_told() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        *((f, 'costs="measure"') for f in ("auto_repartition", "drift_threshold")),
-        *((f, "timeout_s=") for f in ("patience_factor", "min_patience_s")),
-        ("replan_every", 'costs="measure"'),
-    ],
-)
-def test_settings_that_were_removed_are_answered_by_name(
-    name: str, remedy: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}= was removed: .* {remedy}"):
-        pipeline([nn.Linear(6, 3)], **{name: 1})
+def test_a_run_that_replaces_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LaunchFacts(pipe=3, may_grow=True).environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="run without --rejoin; --max-restarts N"):
+        pipeline([nn.Linear(6, 3)])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +49,7 @@ def test_settings_that_were_removed_are_answered_by_name(
         (("zb-v", 4, 4, 7, CONFIG), "8 stages, but the model has only 7 layers"),
         (("1f1b", 0, 2, 4, CONFIG), "micro_batches of at least 1, got 0"),
         (("1f1b", 2, 2, 0, CONFIG), "the model has no layers"),
-        (("zb-h9", 4, 2, 4, CONFIG), "expected a schedule among"),
+        (("zb-h9", 4, 2, 4, CONFIG), "auto, got 'zb-h9'; did you mean 'zb-"),
         (
             ("1f1b", 4, 2, 4, PipelineConfig(partition=(1, 2))),
             "expected a partition of 4 layers into 2 stages",

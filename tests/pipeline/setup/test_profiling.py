@@ -33,6 +33,7 @@ from tests.pipeline.setup.cases.profiling_cases import (
     SplitsDearly,
     batch,
     layers_with,
+    left_out,
     mixed_layers,
     profiled,
     unsplit,
@@ -158,8 +159,7 @@ def test_the_plan_stays_within_the_memory() -> None:
     assert isinstance(config.costs, PipelineCosts)
     assert math.isinf(config.costs.memory[0])
     assert config.costs.memory[1] < 170.0
-    with pytest.raises(ConfigError, match="no partition fits the memory"):
-        plan(slow=0.5, limit=30.0)
+    assert layers_by_rank(plan(slow=0.5, limit=30.0)) == {0: 9}
 
 
 def test_the_memory_of_a_rank() -> None:
@@ -187,9 +187,12 @@ def test_ranks_with_other_layers_are_refused() -> None:
         plan_measured(told, [math.inf] * len(told), "1f1b", 2, PipelineConfig())
 
 
-def test_more_ranks_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a layer for each of 2 devices, got 1"):
-        plan(slow=1.0, layers=1)
+def test_a_rank_that_lengthens_the_step_has_no_layers() -> None:
+    assert layers_by_rank(plan(slow=1.0, layers=1)) in ({0: 1}, {1: 1})
+    config = plan(slow=100.0)
+    assert layers_by_rank(config) == {0: 9}
+    assert isinstance(config.costs, PipelineCosts)
+    assert config.costs.num_ranks == 2
 
 
 @pytest.mark.parametrize(
@@ -209,6 +212,26 @@ def test_settings_that_contradict(options: dict[str, Any], message: str) -> None
             micro_batches=2,
             **{"costs": "measure", **options},
         )
+
+
+@pytest.mark.distributed
+def test_a_rank_without_layers_trains_and_saves_with_the_others(
+    ranks2: RankPool,
+) -> None:
+    model = nn.Sequential(*layers_with(0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    first, second = ranks2.run(left_out, case_setup=serve_in_thread)
+    assert (first.layers, second.layers) == (LAYERS, 0)
+    assert second.warned == []
+    assert "ranks [1] have no layers and idle" in first.warned[0]
+    for name, one in model.state_dict().items():
+        assert (first.state[name] - one).norm() <= 1e-12 * one.norm()
+        assert torch.equal(first.state[name], second.state[name])
+    assert first.loss == second.loss
 
 
 def expected() -> tuple[dict[str, torch.Tensor], float]:

@@ -47,6 +47,7 @@ MESSAGES = {
     "a norm that is none": "expected a max_norm of at least 0, got nan",
     "a norm of text": "expected a number as max_norm, got '1'",
     "a negative norm on one rank": "expected a max_norm of at least 0, got -1.0",
+    "torch's clipping": r"torch's clip_grad_norm_ .*; call pipe.clip_grad_norm_",
     "two norms": r"expected one max_norm on all ranks, got \[1.0, 2.0\] by rank",
     "two kinds of call": "different methods: rank 0: step, rank 1: clip_grad_norm_",
     "state and step": "different methods: rank 0: step, rank 1: state_dict",

@@ -22,7 +22,7 @@ MESSAGES = {
     "a layer without sizes, on one rank": "layer 2 (LazyLinear) has parameters or",
     "a loss that is a class": "needs a loss function of (output, target) that returns",
     "measured, on little memory": "no partition fits the memory",
-    "weights of batches": "weight_of= is not for pipelines, which weight",
+    "weights of nothing": "weight_of gave -1 for the target of microbatch 0; expected",
     "an option that is none, on one rank": "unexpected keyword argument 'microbatches'",
     "a batch of nothing": "the batch has no samples; leave empty batches out",
     "a batch of text": "expected a tensor with samples along its first dimension",

@@ -31,6 +31,10 @@ GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 NOT_SETTINGS = ("params", "param_names")
 
 
+class Placeholder(nn.Parameter):
+    """Parameter of a rank without any, since optimizers refuse an empty list."""
+
+
 def only_optimizer(given: Any) -> torch.optim.Optimizer:
     """Checks and returns a single optimizer.
 
@@ -127,7 +131,8 @@ def named_state(optimizer: torch.optim.Optimizer, names: Names) -> NamedState:
     states: dict[str, Any] = {}
     groups = []
     for group in optimizer.param_groups:
-        named = [(_names(names, one, optimizer)[0], one) for one in group["params"]]
+        held = [one for one in group["params"] if not isinstance(one, Placeholder)]
+        named = [(_names(names, one, optimizer)[0], one) for one in held]
         states |= {
             name: dict(optimizer.state[one])
             for name, one in named
@@ -204,6 +209,8 @@ def load_named_state(
     for (key, group), packed in zip(here, whole["param_groups"], strict=True):
         held = set(there[key]["params"])
         for parameter, index in zip(group["params"], packed["params"], strict=True):
+            if isinstance(parameter, Placeholder):
+                continue
             known = _names(names, parameter, optimizer)
             name = next((one for one in known if one in held), None)
             if name is None:

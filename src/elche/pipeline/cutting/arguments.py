@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError
-from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
+from elche.pipeline.trees import (
+    as_tensors,
+    batch_samples,
+    flatten,
+    named_tensors,
+    unflatten,
+)
 
 _KINDS = inspect.Parameter
 _BY_NAME = (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY, _KINDS.VAR_KEYWORD)
@@ -27,14 +33,20 @@ class Arguments:
         structures: structure of each argument, see `elche.pipeline.trees.flatten`.
         tensors: tensors of all arguments, in order; empty after the trace.
         samples: number of samples in the sample batch.
+        first: name of the argument with the sample's first tensor, whose first
+            dimension is the batch's.
         device: device of the tensors.
+        is_cut: whether an argument's tensors have a row per sample, by its name and by
+            its position; known after the trace.
     """
 
     signature: inspect.Signature
     structures: dict[str, Any]
     tensors: list[torch.Tensor]
     samples: int
+    first: str
     device: torch.device
+    is_cut: dict[str, bool] = field(default_factory=dict)
     _symbols: list[list[Any]] = field(default_factory=list)
     _fixed: list[list[int | None]] = field(default_factory=list)
     _guards: list[Any] = field(default_factory=list)
@@ -73,10 +85,15 @@ class Arguments:
                 f"forward of {type(model).__name__} takes {odd[0]} by position only; "
                 "cut by hand with split=lambda model: [...]"
             )
-        made = Arguments(signature, {}, [], samples, device)
-        for name, value in made._named(*_unpacked(sample)).items():
-            kept = None if name in omitted else value
-            tensors, made.structures[name] = flatten(kept, f"{name} of the sample")
+        args, keywords = _unpacked(sample)
+        made = Arguments(signature, {}, [], samples, "", device)
+        named = {
+            name: None if name in omitted else value
+            for name, value in made.named(args, keywords).items()
+        }
+        made.first = next(n for n in keywords or named if named_tensors(named[n]))
+        for name, value in named.items():
+            tensors, made.structures[name] = flatten(value, f"{name} of the sample")
             made.tensors += [one.detach().to(device) for one in tensors]
         return made
 
@@ -90,6 +107,11 @@ class Arguments:
             name: unflatten(structure, [next(values) for _ in range(_count(structure))])
             for name, structure in self.structures.items()
         }
+
+    def owners(self) -> list[str]:
+        """Name of the argument that each tensor belongs to, in order."""
+        counts = {name: _count(one) for name, one in self.structures.items()}
+        return [name for name, count in counts.items() for _ in range(count)]
 
     def learn_sizes(
         self,
@@ -110,12 +132,36 @@ class Arguments:
     def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
         """See `elche.pipeline.cutting.segments.FirstSegment.omits`."""
         args, named = _unpacked(batch)
-        given = self._named(args, {**named, **keywords})
+        given = self.named(args, {**named, **keywords})
         return [
             name
             for name, structure in self.structures.items()
             if _count(structure) and given.get(name) is None
         ]
+
+    def learn_dimensions(self, sizes: list[list[Any]]) -> Any:
+        """Finds the arguments with a row per sample.
+
+        Their first dimension is the batch's in the trace; or it equals the batch's in
+        the sample, and the trace identified it with no other dimension.
+
+        Args:
+            sizes: symbolic sizes of each tensor after the trace, equal ones as one.
+
+        Returns:
+            The batch's number of samples: a symbol, or a number if forward fixes it.
+        """
+        named = list(zip(self.owners(), self.tensors, sizes, strict=True))
+        others = {each for one in sizes for each in one[1:]}
+        batch = next(one[0] for name, _, one in named if name == self.first and one)
+        for name, tensor, one in named:
+            is_like = one[:1] == [batch] or (
+                tensor.shape[:1] == (self.samples,) and one[0] not in others
+            )
+            self.is_cut[name] = is_like or self.is_cut.get(name, False)
+        for place, name in enumerate(self.signature.parameters):
+            self.is_cut[str(place)] = self.is_cut.get(name, True)
+        return batch
 
     def tensors_of(
         self, args: Sequence[Any], keywords: Mapping[str, Any]
@@ -127,7 +173,7 @@ class Arguments:
         Raises:
             ConfigError: the call does not match the sample.
         """
-        given = self._named(args, keywords)
+        given = self.named(args, keywords)
         tensors: list[torch.Tensor] = []
         for name, structure in self.structures.items():
             if name not in given and not _count(structure):
@@ -179,9 +225,12 @@ class Arguments:
             )
         self._seen.add(sizes)
 
-    def _named(
-        self, args: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def named(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a call by name.
+
+        Raises:
+            ConfigError: forward does not accept them.
+        """
         try:
             bound = self.signature.bind(*args, **keywords)
         except TypeError as error:

@@ -17,6 +17,7 @@ from elche.pipeline.cutting.caching import (
     CachedSegment,
     takes_cache,
 )
+from elche.pipeline.cutting.own_loss import OwnLoss, find_own_loss
 from elche.pipeline.cutting.tracing import (
     CallTrace,
     trace_again,
@@ -86,16 +87,19 @@ class FirstSegment(nn.Module):
     Args:
         rest: the part's code.
         arguments: arguments of the model's trace.
+        own_loss: the loss that the model computes itself, if any.
     """
 
-    def __init__(self, rest: Segment, arguments: Arguments) -> None:
+    def __init__(
+        self, rest: Segment, arguments: Arguments, own_loss: OwnLoss | None
+    ) -> None:
         super().__init__()
         self.rest = rest
-        self._arguments = arguments
+        self.arguments, self.own_loss = arguments, own_loss
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Runs the part on a batch like the sample, of any size."""
-        return self.rest(*self._arguments.tensors_of(args, keywords))
+        return self.rest(*self.arguments.tensors_of(args, keywords))
 
     def omits(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
         """Arguments with tensors in the sample that a batch leaves out, or has as None.
@@ -103,7 +107,7 @@ class FirstSegment(nn.Module):
         Raises:
             ConfigError: the model's forward does not take the batch.
         """
-        return self._arguments.omitted_by(batch, keywords)
+        return self.arguments.omitted_by(batch, keywords)
 
 
 def cut_model(
@@ -185,7 +189,9 @@ def _cut(
         if trace.is_cached:
             made.append(CachedSegment(segment, None if index else trace.arguments))
         else:
-            made.append(segment if index else FirstSegment(segment, trace.arguments))
+            loss = find_own_loss(trace.graph, trace.output, trace.arguments)
+            first = FirstSegment(segment, trace.arguments, loss)
+            made.append(segment if index else first)
     _check_buffers(trace.changed, made)
     called = {node.args[0] for node in trace.graph.nodes if node.target is call_whole}
     for name in choice.whole:

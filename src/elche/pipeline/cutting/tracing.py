@@ -133,7 +133,7 @@ def _trace(
     mode = FakeTensorMode(shape_env=shapes)
     stand_ins = _StandIns(model, mode, device)
     fakes = [mode.from_tensor(one, symbolic_context=_dynamic(one)) for one in arguments]
-    symbols = [[size.node.expr for size in fake.shape] for fake in fakes]
+    symbols = [[_expression(size) for size in fake.shape] for fake in fakes]
     outputs: list[Any] = []
     watch = ModuleCalls(model, whole)
 
@@ -147,8 +147,9 @@ def _trace(
 
     with _refusing(watch), torch.enable_grad(), mode:
         made = make_fx(forward, pre_dispatch=True)(*fakes)
-    fixed = [[_fixed_size(size) for size in fake.shape] for fake in fakes]
-    if not fixed or fixed[0][0] is not None:
+    sizes = [[_expression(size) for size in fake.shape] for fake in fakes]
+    fixed = [[_number(size) for size in row] for row in sizes]
+    if _number(arguments.learn_dimensions(sizes)) is not None:
         raise ConfigError(
             f"forward of {type(model).__name__} fixes the number of samples at that of "
             f"the sample, {arguments.samples}; compute it from the input's shape, or "
@@ -186,9 +187,11 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
         reason = f"{type(error).__name__}: {first}"
         if isinstance(error, GuardOnDataDependentSymNode):
             reason = f"values of tensors decide what runs ({reason})"
+        elif "SymFloat" in first or "node.constant" in first:
+            reason = "it reads a number from a tensor, as item() does; keep the tensor"
         raise ConfigError(
             f"forward of {calls.inside} cannot be traced with this sample: {reason}; "
-            f"{REMEDY}"
+            f"if the model runs on the sample, {REMEDY}"
         ) from error
 
 
@@ -254,9 +257,12 @@ class _StandIns:
         }
 
 
-def _fixed_size(size: Any) -> int | None:
+def _expression(size: Any) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _number(expression: Any) -> int | None:
     """The number that a size became in a trace; None if it is still symbolic."""
-    expression = size if isinstance(size, int) else size.node.expr
     is_number = isinstance(expression, int) or expression.is_number
     return int(expression) if is_number else None
 

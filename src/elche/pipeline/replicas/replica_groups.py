@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -115,11 +116,13 @@ class ReplicaShares:
             batch in this step.
         index: index of this rank's replica.
         reduction: reduction of the loss, "mean" or "sum".
+        counts: what each microbatch's mean is over, per replica; None for its samples.
     """
 
     sizes: tuple[list[int], ...]
     index: int
     reduction: str
+    counts: Sequence[Sequence[float]] | None = None
 
     @property
     def mine(self) -> list[int]:
@@ -128,11 +131,11 @@ class ReplicaShares:
 
     def weights(self, replica: int, scale: float = 1.0) -> list[float]:
         """Weight of each microbatch's loss in the loss over all replicas' batches."""
-        mine = self.sizes[replica]
+        counts = self.counts or self.sizes
         if self.reduction == "sum":
-            return [scale] * len(mine)
-        total = sum(map(sum, self.sizes))
-        return [scale * size / total for size in mine]
+            return [scale] * len(counts[replica])
+        total = sum(map(sum, counts)) or 1.0  # without any, all weights are 0
+        return [scale * count / total for count in counts[replica]]
 
     def loss(self, by_replica: Sequence[Sequence[float]]) -> float | None:
         """Loss over all replicas' batches, from the losses of all microbatches.
@@ -152,11 +155,13 @@ class ReplicaShares:
                 f"replica {without[0]} has a batch without a target, and others have "
                 "one; give targets on all replicas or on none"
             )
-        return sum(
+        terms = [
             weight * loss
             for i in active
             for weight, loss in zip(self.weights(i), by_replica[i], strict=True)
-        )
+            if weight  # a mean over nothing may be NaN
+        ]
+        return sum(terms) if terms else math.nan
 
 
 def read_shares(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, join_ties
@@ -131,6 +132,9 @@ class Parts:
             config.guard,
             config.seed,
             config.transport,
+            config.whole,
+            config.weight_of is not None,
+            isinstance(self.given.loss_fn, OwnLoss),
         ]
         schedule = self.plan.schedule
         digest = hashlib.sha256(to_text(schedule).encode()).hexdigest()

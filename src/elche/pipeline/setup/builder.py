@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 
 from elche.devices.choice import check_device
 from elche.errors import ConfigError
+from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
@@ -28,7 +30,10 @@ from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import LayerMeasurement, profile_layers
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import read_placement
+from elche.runtime.process.launchers import launch_facts
 from elche.schedule.actions import Schedule
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -65,6 +70,12 @@ class PipelineBuilder:
         self._devices, self._placement = devices, read_placement()
         self._meta = MetaTensors()
         try:
+            facts = launch_facts()
+            if facts.may_grow and facts.pipe >= 0:  # Ray replaces ranks by default
+                raise ConfigError(
+                    "a Pipeline cannot replace ranks that die: run without --rejoin; "
+                    "--max-restarts N starts it anew from its last checkpoint"
+                )
             self._config = pipeline_config(config, options)
         except ConfigError as error:
             if self._placement.world_size > 1:
@@ -136,11 +147,20 @@ class PipelineBuilder:
             wanted, config = plan_measured(
                 *(list(rows.values()), limits, wanted, self._micro_batches, config)
             )
+            idle = [
+                r for r, row in zip(members, wanted.actions, strict=True) if not row
+            ]
+            if idle and self._placement.rank == members[0]:
+                logger.warning(
+                    "ranks %s have no layers and idle: with them a step would take "
+                    "longer, by the measured costs",
+                    idle,
+                )
         plan = make_plan(wanted, self._micro_batches, len(members), len(layers), config)
         plan = replace(plan, schedule=groups.placed(plan.schedule))
+        loss_fn = _checked(self._loss_fn, layers, config)
         given = Blueprint(
-            *(layers, _checked(self._loss_fn), device, config, layers.ties()),
-            *(unsplit, self._meta),
+            *(layers, loss_fn, device, config, layers.ties(), unsplit, self._meta)
         )
         parts = assemble(given, plan, peers)
         if isinstance(self._model, torch.nn.Module):
@@ -150,11 +170,24 @@ class PipelineBuilder:
 
 def _checked(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    layers: LayerList,
+    config: PipelineConfig,
 ) -> Callable[[Any, Any], torch.Tensor]:
+    own = getattr(layers.sources[0], "own_loss", None) if loss_fn is None else None
+    if isinstance(own, OwnLoss):
+        if own.fault and config.weight_of is None and config.loss_reduction == "mean":
+            raise ConfigError(
+                "loss_fn=None takes the loss that the model computes, which must be a "
+                f"mean over labels or samples, and {own.fault}; pass "
+                "weight_of=lambda batch: the count that it is a mean over, or "
+                'loss_reduction="sum" if it is divided by a count of the whole step'
+            )
+        return own
     if loss_fn is None or not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(
             "the last stage needs a loss function of (output, target) that returns a "
-            f"scalar, got {loss_fn!r}"
+            f"scalar, got {loss_fn!r}; None is for a model that is cut by its trace "
+            "and has a 'loss' in its output: give labels in sample="
         )
     if isinstance(loss_fn, torch.nn.Module):
         learning = [n for n, p in loss_fn.named_parameters() if p.requires_grad]

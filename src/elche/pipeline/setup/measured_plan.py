@@ -115,12 +115,12 @@ def plan_measured(
         config: the other settings.
 
     Returns:
-        The schedule, compute only, and settings with its partition and costs.
+        The schedule, compute only, in which a rank that would only lengthen the step
+        has no stage; and settings with its partition and costs.
 
     Raises:
         MismatchError: ranks have different numbers of layers.
-        ConfigError: fewer layers than ranks, too little memory, or the schedule cannot
-            run.
+        ConfigError: too little memory, or the schedule cannot run.
     """
     counts = [len(rows) for rows in by_rank]
     if len(set(counts)) > 1:
@@ -139,21 +139,22 @@ def plan_measured(
         num_microbatches=micro_batches,
         schedule=schedule,
         stages_per_device=config.stages_per_rank or 2,
-        use_all_devices=True,
     )
     chosen = plan_pipeline(profile, asked).chosen
     devices, ranks = chosen.partition.devices, chosen.partition.ranks
-    by_device = [ranks.index(device) for device in range(len(by_rank))]
+    rows = dict(zip(ranks, chosen.schedule.actions, strict=True))
+    memory = dict(zip(ranks, chosen.costs.memory, strict=False))
     made = Schedule(
         name=chosen.schedule.name,
         num_microbatches=micro_batches,
         placement=devices,
-        actions=tuple(chosen.schedule.actions[rank] for rank in by_device),
+        actions=tuple(rows.get(device, ()) for device in range(len(by_rank))),
     )
     costs = replace(
         chosen.costs,
         placement=devices,
-        memory=tuple(chosen.costs.memory[rank] for rank in by_device),
+        num_ranks=len(by_rank),
+        memory=tuple(memory.get(d, math.inf) for d in range(len(by_rank))),
     )
     sizes = chosen.partition.sizes
     # The costs contain the limits now.

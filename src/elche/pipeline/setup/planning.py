@@ -151,8 +151,8 @@ def _partition(
     if num_stages > num_layers:
         raise ConfigError(
             f"the schedule has {num_stages} stages, but the model has only "
-            f"{num_layers} layers; take fewer ranks, fewer stages per rank, or cut "
-            "the model finer"
+            f"{num_layers} layers; take fewer ranks, fewer stages per rank, or more "
+            "layers (of a module: name submodules to cut before in split_points=)"
         )
     each, rest = divmod(num_layers, num_stages)
     return tuple(each + (stage < rest) for stage in range(num_stages))

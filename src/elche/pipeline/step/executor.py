@@ -17,10 +17,12 @@ import torch
 from elche.comm.transport.messages import Address, Message
 from elche.comm.transport.point_to_point import PointToPoint
 from elche.errors import ConfigError
+from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import LayerCaches
-from elche.pipeline.trees import flatten, unflatten
+from elche.pipeline.trees import as_plain, flatten, map_tensors, unflatten
 from elche.schedule.actions import Kind, Schedule, StageAction
+from elche.torch_internals.batches import tree_leaves
 
 _FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F})
 _DIRECTIONS = {Kind.SEND_F: 0, Kind.RECV_F: 0, Kind.SEND_B: 1, Kind.RECV_B: 1}
@@ -37,6 +39,7 @@ class StepInput:
         weights: weight of each microbatch's loss in the step's loss, loss scale
             included.
         input_gradients: whether to return the gradients of the inputs.
+        keeps_outputs: whether to return the outputs in training.
         microbatches: number of microbatches with samples; None for all of the
             schedule's.
         timeout_s: deadline (s) of each wait.
@@ -48,6 +51,7 @@ class StepInput:
     keywords: Sequence[Mapping[str, Any]] = ()
     weights: Sequence[float] = ()
     input_gradients: bool = False
+    keeps_outputs: bool = False
     microbatches: int | None = None
     timeout_s: float = 300.0
     caches: LayerCaches | None = None
@@ -59,7 +63,8 @@ class StepResults:
 
     Attributes:
         losses: unweighted losses by microbatch, on the rank of the last stage.
-        outputs: outputs by microbatch, on the rank of the last stage, in evaluation.
+        outputs: outputs by microbatch, on the rank of the last stage, in evaluation
+            and where a step keeps them.
         input_gradients: gradients by microbatch, one per input tensor that can have
             one; on the rank of the first stage.
     """
@@ -198,6 +203,17 @@ def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
     return found
 
 
+def _zero(value: Any, loss: torch.Tensor) -> torch.Tensor:
+    """A loss of zero with gradients of zero.
+
+    The loss of a microbatch of weight zero may be NaN, and so would 0 x its gradients.
+    """
+    tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    learning = [one for one in tensors if one.requires_grad]
+    zero = loss.detach().new_zeros(())
+    return sum((one.reshape(-1)[:0].sum().to(zero.dtype) for one in learning), zero)
+
+
 @final
 class _Run:
     """A step in progress on one rank."""
@@ -244,11 +260,16 @@ class _Run:
 
     def _finish(self, runner: StageBackward, microbatch: int, value: Any) -> None:
         """Computes the last stage's loss, which has no outgoing message."""
-        if not self.is_training:
-            self.results.outputs[microbatch] = value
+        if not self.is_training or self.given.keeps_outputs:
+            plain = map_tensors(as_plain(value), torch.Tensor.detach)
+            self.results.outputs[microbatch] = plain
+        loss_fn, target = self._owner.loss_fn, None
+        if not isinstance(loss_fn, OwnLoss):
             if not self.given.targets:
                 return
-        target = self.given.targets[microbatch]
+            target = self.given.targets[microbatch]
+        elif not self.is_training and loss_fn(value) is None:
+            return
         loss = self._owner.loss(value, target, microbatch)
         self.results.losses[microbatch] = loss.detach()
         if not self.is_training:
@@ -259,6 +280,8 @@ class _Run:
                 "requires a gradient; expected loss_fn to return what it computed from "
                 "the output, not detached, and layers that learn"
             )
+        if not self.given.weights[microbatch]:
+            loss = _zero(value, loss)
         runner.keep(microbatch, loss)
 
     def _input(self, one: StageAction) -> Message:

@@ -159,7 +159,7 @@ class Generation:
         def behind() -> Any:
             return _behind(self._batch(made), made.shape, done, self._fixed)
 
-        call = Call(what="generate", make_batch=behind)
+        call = Call(what="generate", outputs="last", make_batch=behind)
         found = self.stepping.evaluate(call, self._caches).outputs
         self._cached_positions = made.shape[1]
         if self._form in self._variants.proven:
@@ -167,7 +167,9 @@ class Generation:
         return self._prove(found, self._whole(made))
 
     def _whole(self, made: torch.Tensor) -> Any:
-        call = Call(what="generate", make_batch=lambda: self._batch(made))
+        call = Call(
+            what="generate", outputs="last", make_batch=lambda: self._batch(made)
+        )
         return self.stepping.evaluate(call).outputs
 
     def _prove(self, found: Any, wanted: Any) -> Any:

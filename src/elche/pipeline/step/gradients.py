@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Set
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,20 @@ from elche.errors import ConfigError, MismatchError
 from elche.pipeline.checkpoints.named_states import only_optimizer
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.step.inputs import number_of, scale_of
+
+
+def refuse_norm_of_rank(frame: FrameType | None) -> None:
+    """Raises if torch's `clip_grad_norm_` runs the generator of this frame.
+
+    Raises:
+        ConfigError: it does.
+    """
+    code = frame.f_back.f_code if frame is not None and frame.f_back else None
+    if code is inspect.unwrap(nn.utils.clip_grad_norm_).__code__:
+        raise ConfigError(
+            "torch's clip_grad_norm_ sees the gradients of one rank's layers alone; "
+            "call pipe.clip_grad_norm_(max_norm) on every rank"
+        )
 
 
 def clip_norm(
@@ -103,6 +119,10 @@ def _unscale_by(
     If only other ranks have non-finite gradients, this rank sets its first gradient to
     infinity. Its scaler then skips the step as well, and all scales stay equal.
     """
+    parameters = list(parameters)
+    if all(one.grad is None for one in parameters):  # the scaler asserts that there is
+        for one in parameters:
+            one.grad = torch.zeros_like(one.data)
     gradients = [one.grad for one in parameters if one.grad is not None]
     mine = all(bool(one.isfinite().all()) for one in gradients)
     reports = communicator.agree(lambda: [scaler.get_scale(), mine], "unscale_")
@@ -110,8 +130,8 @@ def _unscale_by(
     finite = all(one for _, one in reports)
     if not finite and mine and gradients:
         gradients[0].fill_(math.inf)
-    for one in gradients[:1]:
-        scaler.scale(torch.zeros((), device=one.device))  # initialises the scaler
+    for first in gradients[:1]:
+        scaler.scale(torch.zeros((), device=first.device))  # initialises the scaler
     scaler.unscale_(optimizer)
     return finite
 

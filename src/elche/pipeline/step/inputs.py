@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from elche.errors import ConfigError, MismatchError
+from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.step.microbatches import Microbatches
 from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
 from elche.runtime.data.stream_reader import fingerprint
 
@@ -36,7 +38,7 @@ class Call:
         keywords: see there.
         loss_scale: see there.
         input_gradients: see there.
-        outputs: see `elche.pipeline.Pipeline.evaluate`.
+        outputs: see there; None returns none.
         make_batch: makes the batch on the rank that reads it; an error is reported to
             the other ranks.
     """
@@ -47,7 +49,7 @@ class Call:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     loss_scale: float = 1.0
     input_gradients: bool = False
-    outputs: Any = "last"
+    outputs: Any = None
     make_batch: Callable[[], Any] | None = None
 
 
@@ -63,9 +65,12 @@ class InputReport:
             counted.
         loss_scale: loss scale of the call.
         keywords: whether a layer of the rank may accept each given keyword, by name.
-        outputs: ranks that receive the outputs.
+        outputs: ranks that receive the outputs; None for none.
         batch: fingerprint of the given batch, in the first steps.
         omitted: arguments of the model that the sample has and the batch leaves out.
+        weights: see `elche.pipeline.step.microbatches.Microbatches.weigh`.
+        is_uneven: likewise.
+        shapes: see `Microbatches.shapes`.
     """
 
     what: str
@@ -74,9 +79,12 @@ class InputReport:
     targets: int | None = None
     loss_scale: float = 1.0
     keywords: Mapping[str, bool] = field(default_factory=dict)
-    outputs: int | str = "last"
+    outputs: int | str | None = None
     batch: int | None = None
     omitted: Sequence[str] = ()
+    weights: Sequence[float] | None = None
+    is_uneven: bool = False
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +107,19 @@ class LocalInput:
 
 
 def read_call(
-    call: Call, parts: Parts, may_rest: bool, trouble: str, compares: bool
+    call: Call,
+    parts: Parts,
+    cutter: Microbatches,
+    may_rest: bool,
+    trouble: str,
+    compares: bool,
 ) -> LocalInput:
     """Reads the part of a call that this rank needs; never raises.
 
     Args:
         call: the script's call.
         parts: this rank's stages and plan.
+        cutter: cuts and weighs the microbatches.
         may_rest: whether the batch may be missing, because other replicas may have one.
         trouble: error of the rank itself, or "".
         compares: whether to report the batch's fingerprint.
@@ -113,14 +127,20 @@ def read_call(
     try:
         if trouble:
             raise ConfigError(trouble)
-        return _read(call, parts, may_rest, compares)
+        return _read(call, parts, cutter, may_rest, compares)
     except Exception as error:
         name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         text = f"{name}{error}" or type(error).__name__
         return LocalInput(InputReport(call.what, text), raised=error)
 
 
-def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInput:
+def _read(
+    call: Call,
+    parts: Parts,
+    cutter: Microbatches,
+    may_rest: bool,
+    compares: bool,
+) -> LocalInput:
     what, rank = call.what, parts.rank
     if what == "step" and not torch.is_grad_enabled():
         raise ConfigError(
@@ -147,11 +167,17 @@ def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInpu
                 "step has not; give it, or cut with a sample without it (evaluate and "
                 "generate run without it)"
             )
+    is_own = isinstance(parts.given.loss_fn, OwnLoss)
+    if is_own and call.target is not None:
+        raise ConfigError(
+            f"{what} was given a target on rank {rank}, and loss_fn=None takes the "
+            "model's own loss; give the labels in the batch alone"
+        )
     if parts.is_last and call.target is not None:
         target = as_tensors(call.target, f"the target on rank {rank}")
         targets = batch_samples(target)
         targets = -1 if targets is None else targets
-    elif parts.is_last and what == "step" and not may_rest:
+    elif parts.is_last and what == "step" and not (may_rest or is_own):
         raise ConfigError(
             f"step needs a target on rank {rank}, which has the last stage"
         )
@@ -160,7 +186,7 @@ def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInpu
         return map_tensors(value, lambda tensor: tensor.to(parts.given.device))
 
     keywords = {
-        name: here(as_tensors(one, f"keyword {name} on rank {rank}", is_cut=False))
+        name: as_tensors(one, f"keyword {name} on rank {rank}", is_cut=False)
         for name, one in call.keywords.items()
     }
     stages = [one.stage for one in parts.stages.values()]
@@ -168,10 +194,13 @@ def _read(call: Call, parts: Parts, may_rest: bool, compares: bool) -> LocalInpu
     shown = None
     if compares and (parts.is_first or parts.is_last) and call.batch is not None:
         shown = fingerprint(call.batch)
+    given = {"batch": batch, "target": target, "keywords": keywords}
+    taken = {name: one for name, one in keywords.items() if takes[name]}
     report = InputReport(
-        *(what, "", samples, targets, loss_scale, takes, call.outputs, shown, omitted)
+        *(what, "", samples, targets, loss_scale, takes, call.outputs, shown, omitted),
+        *(*cutter.weigh(given), cutter.shapes({**given, "keywords": taken})),
     )
-    return LocalInput(report, here(batch), here(target), keywords)
+    return LocalInput(report, *map(here, given.values()))
 
 
 def scale_of(loss_scale: Any) -> float:
@@ -235,7 +264,7 @@ def check_reports(
         raise MismatchError(
             f"expected one choice of outputs on all ranks, got {wanted} by rank"
         )
-    known = ("last", "all", *range(len(reports)))
+    known = (None, "last", "all", *range(len(reports)))
     if wanted[0] not in known or isinstance(wanted[0], bool):
         raise ConfigError(
             f"expected outputs= of 'last', 'all' or a rank below {len(reports)}, got "

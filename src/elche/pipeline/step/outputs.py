@@ -15,7 +15,7 @@ from elche.pipeline.step.executor import StepResults
 from elche.pipeline.trees import flatten, unflatten
 
 OutputRanks: TypeAlias = int | Literal["last", "all"]
-_WHAT = "the outputs of an evaluation"
+_WHAT = "the outputs of the last stage"
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,14 @@ class StepOutput:
         input_gradients: gradients of the batch's floating point tensors in order, if
             requested, on the rank of the first stage; None where the loss is
             independent.
+        outputs: outputs of the last layer for the whole batch, detached, on the ranks
+            that requested them; None elsewhere.
     """
 
     loss: float
     losses: torch.Tensor
     input_gradients: tuple[torch.Tensor | None, ...] = ()
+    outputs: Any = None
 
 
 @dataclass(frozen=True)

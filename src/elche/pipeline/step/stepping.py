@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any, final
 
 import torch
 
 from elche.errors import ConfigError
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
+from elche.pipeline.cutting.own_loss import IGNORED, OwnLoss
 from elche.pipeline.peers.communicator import PipelineCommunicator, check_same_call
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
@@ -29,6 +31,7 @@ from elche.pipeline.step.inputs import (
     read_call,
     warn_of_other_batch,
 )
+from elche.pipeline.step.microbatches import Microbatches
 from elche.pipeline.step.outputs import (
     EvaluationOutput,
     OutputRanks,
@@ -37,7 +40,9 @@ from elche.pipeline.step.outputs import (
     send_outputs,
 )
 from elche.pipeline.step.variants import CutVariants
-from elche.pipeline.trees import as_plain, join_batches, split_batch
+from elche.pipeline.trees import join_batches
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -73,6 +78,7 @@ class Stepping:
         self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
         mine = {name for one in parts.stages.values() for name in one.stage.keywords}
         self._named = communicator.exchange(sorted(mine), "the keywords of layers")
+        self._cutter, self._is_warned = Microbatches(parts), False
 
     def step(self, call: Call) -> StepOutput:
         """Runs one step: forward and backward."""
@@ -83,6 +89,7 @@ class Stepping:
             shares,
             weights=shares.weights(shares.index, given.report.loss_scale),
             input_gradients=call.input_gradients,
+            keeps_outputs=call.outputs is not None,
         )
         results, gathered, wants_cut = self.communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
@@ -100,6 +107,7 @@ class Stepping:
                 losses[shares.index], dtype=torch.float64, device="cpu"
             ),
             input_gradients=joined_gradients(results) if call.input_gradients else (),
+            outputs=self._outputs(results, shares, call.outputs),
         )
 
     def evaluate(
@@ -133,13 +141,14 @@ class Stepping:
         )
 
     def _outputs(
-        self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks
+        self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks | None
     ) -> Any:
         """This replica's outputs, on the ranks that receive them."""
         members = self.groups.members
-        if not shares.mine or (isinstance(wanted, int) and wanted not in members):
+        is_elsewhere = isinstance(wanted, int) and wanted not in members
+        if wanted is None or is_elsewhere or not shares.mine:
             return None
-        parts = [as_plain(results.outputs[i]) for i in sorted(results.outputs)]
+        parts = [results.outputs[i] for i in sorted(results.outputs)]
         with self.communicator.ending_on_failure():
             return send_outputs(
                 *(join_batches(parts) if parts else None, wanted, members),
@@ -157,8 +166,8 @@ class Stepping:
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
         trouble = self.replicas.late_learner() or self.parts.given.meta.trouble()
-        may_rest = self.groups.are_several
-        given = read_call(call, self.parts, may_rest, trouble, compares)
+        flags = (self.groups.are_several, trouble, compares)
+        given = read_call(call, self.parts, self._cutter, *flags)
         report, what = list(astuple(given.report)), f"the begin of {call.what}"
         gathered = self.communicator.exchange(report, what)
         check_same_call(gathered, call.what)
@@ -168,21 +177,44 @@ class Stepping:
         omitted = check_reports(reports, self._named, self.groups)
         if compares:
             warn_of_other_batch(reports, self.parts)
+        if is_step and any(one.is_uneven for one in reports):
+            self._warn_of_ignored()
         for runner in self.parts.stages.values():
             runner.stage.step = self.steps
-        shapes = [(one.samples, one.targets) for one in reports]
+        for members in self.groups.ranks:
+            shapes = [reports[rank].shapes for rank in members]
+            self._cutter.learn(shapes, checks_names=is_step and self.steps == 0)
+        samples = [(one.samples, one.targets) for one in reports]
         reduction, counts = self.config.loss_reduction, self.replicas.counts
-        shares = read_shares(shapes, self.groups, counts, reduction, is_step)
+        needs_target = is_step and not isinstance(self.parts.given.loss_fn, OwnLoss)
+        shares = read_shares(samples, self.groups, counts, reduction, needs_target)
+        weighed = [
+            next((w for r in members if (w := reports[r].weights)), ())
+            for members in self.groups.ranks
+        ]
+        shares = replace(shares, counts=weighed if any(weighed) else None)
         return given, shares, omitted
+
+    def _warn_of_ignored(self) -> None:
+        if self.parts.rank == 0 and not self._is_warned:
+            logger.warning(
+                "microbatches have different numbers of ignored targets (%d), and are "
+                "weighted by samples: a mean over the other targets differs from that "
+                "of one process; pass weight_of=lambda target: (target != %d).sum(), "
+                "or loss_fn=None if the model computes its own loss of labels=",
+                *(IGNORED, IGNORED),
+            )
+        self._is_warned = True
 
     def _input(
         self, given: LocalInput, shares: ReplicaShares, **more: Any
     ) -> StepInput:
-        sizes, has_target = shares.mine, given.target is not None
+        sizes, split = shares.mine, self._cutter.split
+        has_target = given.target is not None
         return StepInput(
-            inputs=split_batch(given.batch, sizes) if self.parts.is_first else (),
-            targets=split_batch(given.target, sizes) if has_target else (),
-            keywords=(split_batch(given.keywords, sizes) if given.keywords else ()),
+            inputs=split(given.batch, "batch", sizes) if self.parts.is_first else (),
+            targets=split(given.target, "target", sizes) if has_target else (),
+            keywords=split(given.keywords, "keywords", sizes) if given.keywords else (),
             microbatches=len(sizes),
             timeout_s=self.config.timeout_s,
             **more,

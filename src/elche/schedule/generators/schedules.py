@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
 from elche.schedule.codes import Rows, decode, spread
@@ -189,6 +191,9 @@ def check_microbatches(num_microbatches: int) -> None:
 
 def _check_name(name: str) -> None:
     if name not in FIXED_SCHEDULES:
+        known = (*FIXED_SCHEDULES, "auto")
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"expected a schedule among {', '.join(FIXED_SCHEDULES)}, got {name!r}"
+            f"expected a schedule among {', '.join(known)}, got {name!r}{hint}"
         )

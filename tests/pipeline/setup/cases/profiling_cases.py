@@ -15,6 +15,7 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.setup import profiling
 from elche.pipeline.step import executor
+from tests.harness.logged import logged
 from tests.harness.rank_main import this_place
 
 WIDTH, LAYERS, MICRO_BATCHES = 6, 10, 4
@@ -115,6 +116,45 @@ def profiled(schedule: str) -> Profiled:
             if one.grad is not None
         }
         return Profiled(len(pipe.layers), pipe.partition, gradients, found.loss)
+
+
+@dataclass
+class LeftOut:
+    """Layers of a rank, the model after a step, its loss then, and warnings."""
+
+    layers: int
+    state: dict[str, torch.Tensor]
+    loss: float | None
+    warned: list[str]
+
+
+def left_out() -> LeftOut:
+    """A step with everything a loop does, where rank 1 is far too slow."""
+    x, y = batch()
+    with (
+        logged("elche.pipeline") as warned,
+        virtual_time(),
+        Pipeline(
+            layers_with(50 * SLOW_S if this_place().rank else FAST_S),
+            F.mse_loss,
+            micro_batches=MICRO_BATCHES,
+            costs="measure",
+            sample=x[:2],
+            timeout_s=100,
+        ) as pipe,
+    ):
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        pipe.step(x, y, loss_scale=scaler.get_scale())
+        pipe.unscale_(scaler, optimizer)
+        pipe.clip_grad_norm_(0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        saved = pipe.optimizer_state_dict(optimizer)
+        pipe.load_optimizer_state_dict(optimizer, saved)
+        assert len(saved["state"]) == 2 * LAYERS
+        loss = pipe.evaluate(x, y).loss
+        return LeftOut(len(pipe.layers), pipe.state_dict(), loss, warned)
 
 
 class SplitsDearly(nn.Module):

@@ -1,0 +1,155 @@
+"""Cut of a call's values into microbatches, and the microbatches' weights in means.
+
+A value with a row per sample is cut along its first dimension. A trace knows these
+values; for layers by hand the first call with several samples decides, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from elche.errors import ConfigError
+from elche.pipeline.cutting.own_loss import IGNORED, OwnLoss
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.step.outputs import microbatch_sizes
+from elche.pipeline.trees import batch_samples, named_tensors, split_batch
+from elche.runtime.data.batch_weights import BatchWeights
+
+BATCH, TARGET, KEYWORDS = _ROLES = ("batch", "target", "keywords")
+Given = Mapping[str, Any]
+"""Batch, target and keywords that this rank reads, by role."""
+
+
+@final
+class Microbatches:
+    """Cuts the values of calls, and weighs their microbatches.
+
+    Args:
+        parts: this rank's stages and plan.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._config = parts, parts.given.config
+        self._whole = frozenset(self._config.whole or ())
+        arguments = getattr(parts.given.layers.sources[0], "arguments", None)
+        self._traced: dict[str, bool] = {} if arguments is None else arguments.is_cut
+        self._is_cut = {**self._traced, **dict.fromkeys(self._whole, False)}
+
+    def split(self, value: Any, role: str, sizes: Sequence[int]) -> list[Any]:
+        """Cuts a value into microbatches of these sizes."""
+        whole = {name for name, is_cut in self._is_cut.items() if not is_cut}
+        return split_batch(value, sizes, whole, _prefix(role))
+
+    def shapes(self, given: Given) -> dict[str, Sequence[int]]:
+        """Shape of the first tensor of each value; () where the trace knows it.
+
+        The batch's first tensor is named ``""``, and its values are known.
+        """
+        found: dict[str, Sequence[int]] = {}
+        for role in _ROLES:
+            tensors = named_tensors(given[role], _prefix(role))
+            if role == BATCH and tensors:
+                found[""] = list(tensors[0][1].shape)
+            for place, (name, one) in enumerate(tensors):
+                is_known = name in self._traced or (role != KEYWORDS and not place)
+                found.setdefault(name, () if is_known else list(one.shape))
+        return found
+
+    def learn(
+        self, by_rank: Sequence[Mapping[str, Sequence[int]]], checks_names: bool
+    ) -> None:
+        """Decides which values of a call have a row per sample, equally on all ranks.
+
+        Args:
+            by_rank: what `shapes` returned on the ranks of one replica.
+            checks_names: whether `whole` may only name values of this call.
+
+        Raises:
+            ConfigError: a value's first dimension may be the batch or not, or an
+                earlier call has decided otherwise; or `whole` names no value.
+        """
+        batch = next((one[""] for one in by_rank if "" in one), None)
+        if batch is None:
+            return
+        names = {name for one in by_rank for name in one}
+        lacking = self._whole - names
+        if checks_names and lacking:
+            raise ConfigError(
+                f"whole= names {sorted(lacking)}, and the call has no such value; "
+                "expected keywords, keys or positions of the batch, or 'target.KEY'"
+            )
+        known = {name for one in by_rank for name, shape in one.items() if not shape}
+        for name, shape in ((n, s) for one in by_rank for n, s in one.items()):
+            if name and name not in known | self._whole and shape[0] > 1 < batch[0]:
+                self._decide(name, shape, batch)
+
+    def _decide(self, name: str, shape: Sequence[int], batch: Sequence[int]) -> None:
+        follows, is_cut = shape[0] == batch[0], self._is_cut.get(name)
+        is_open = is_cut is None and batch[0] in (*batch[1:], *shape[1:])
+        if follows and is_open and self._config.whole is None:
+            raise ConfigError(
+                f"the first dimension of {name!r}, of shape {list(shape)}, may be the "
+                f"batch's {batch[0]} samples or another size: pass whole=({name!r},) "
+                "to Pipeline if each microbatch needs all of it, or whole=() if it has "
+                "a row per sample"
+            )
+        if is_cut and not follows:
+            raise ConfigError(
+                f"{name!r} has {shape[0]} rows for {batch[0]} samples, and was cut "
+                f"with a row per sample in an earlier call; pass whole=({name!r},) to "
+                "Pipeline if each microbatch needs all of it"
+            )
+        self._is_cut.setdefault(name, follows)
+
+    def weigh(self, given: Given) -> tuple[list[float] | None, bool]:
+        """Weights of the microbatches of which this rank reads what is weighed.
+
+        Returns:
+            The weights; None for samples, and on other ranks. True if microbatches are
+            weighted by samples, and have unequal shares of ignored targets.
+
+        Raises:
+            ConfigError: `weight_of` failed, or there are no samples to cut.
+        """
+        loss_fn, weight_of = self._parts.given.loss_fn, self._config.weight_of
+        if self._config.loss_reduction == "sum":
+            return None, False
+        role = BATCH if isinstance(loss_fn, OwnLoss) else TARGET
+        cut = {one: self._cut(given[one], one) for one in (BATCH, TARGET)}
+        if weight_of is not None and given[role] is not None:
+            weights = BatchWeights(weight_of, self._parts.rank)
+            if not cut[role]:
+                raise ConfigError(f"weight_of= needs samples to cut in the {role}")
+            named = enumerate(cut[role])
+            return [
+                weights.of(x, f"the {role} of microbatch {i}") for i, x in named
+            ], False
+        if isinstance(loss_fn, OwnLoss):
+            sizes = [batch_samples(one) or 0 for one in cut[BATCH]]
+            words = self.split(given[KEYWORDS], KEYWORDS, sizes)
+            counts = [
+                loss_fn.count(*one) for one in zip(cut[BATCH], words, strict=True)
+            ]
+            return [one for one in counts if one is not None] or None, False
+        uneven = [len(set(map(_ignored, parts))) > 1 for parts in cut.values()]
+        return None, weight_of is None and any(uneven)
+
+    def _cut(self, value: Any, role: str) -> list[Any]:
+        """Microbatches of a value, by its own number of samples."""
+        samples, most = batch_samples(value), self._parts.plan.schedule.num_microbatches
+        sizes = microbatch_sizes(samples, None, most) if samples else []
+        return self.split(value, role, sizes)
+
+
+def _prefix(role: str) -> str:
+    return "target." if role == TARGET else ""
+
+
+def _ignored(microbatch: Any) -> float:
+    """Ignored targets per sample."""
+    tensors = [one for _, one in named_tensors(microbatch) if one.dtype == torch.int64]
+    ignored = sum(int((one == IGNORED).sum()) for one in tensors)
+    return ignored / (batch_samples(microbatch) or 1)

@@ -1,0 +1,142 @@
+"""Means over targets, and the values of a call that are cut, as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elche.errors import ConfigError
+from elche.pipeline.pipeline import Pipeline
+from tests.harness.logged import logged
+from tests.harness.rank_pool import RankPool
+from tests.harness.serving import serve_in_thread
+from tests.pipeline.cases.pipeline_weight_cases import (
+    IGNORED,
+    SAMPLES,
+    WIDTH,
+    Means,
+    count,
+    data,
+    last_loss,
+    masked_mean,
+    model,
+    piped,
+    square_masks,
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["model's", "weighed"])
+@pytest.mark.parametrize(
+    ("schedule", "replicas"), [("1f1b", 1), ("zb-v", 1), ("1f1b", 2)]
+)
+def test_gradients_of_padded_batches_are_those_of_one_process(
+    ranks2: RankPool, way: str, schedule: str, replicas: int
+) -> None:
+    work = Means(way, schedule, replicas)
+    for gradients, loss, warned in ranks2.run(piped, work, case_setup=serve_in_thread):
+        assert gradients <= 1e-12
+        assert loss <= 1e-12
+        assert warned == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["traced", "whole", "learned", "unknown"])
+def test_masks_between_positions_are_not_cut(ranks2: RankPool, how: str) -> None:
+    for found in ranks2.run(square_masks, how, case_setup=serve_in_thread):
+        if how == "unknown":
+            assert "whole=('mask',)" in str(found.pop(0))
+        assert all(isinstance(one, float) and one <= 1e-12 for one in found), found
+
+
+def by_hand(loss_fn: Any = masked_mean, **options: Any) -> Pipeline:
+    made = model()
+    layers = [made.embed, *made.blocks, made.head]
+    return Pipeline(layers, loss_fn, micro_batches=4, **options)
+
+
+def test_unequal_numbers_of_ignored_targets_are_named_once() -> None:
+    tokens, labels = data(0)
+    with logged("elche.pipeline") as warned:
+        pipe = by_hand()
+        pipe.step(tokens, labels % 3)
+        assert warned == []
+        labels[:] = IGNORED
+        labels[:, 0] = 1
+        pipe.step(tokens, labels)
+        assert warned == []
+        labels[0] = 1
+        for _ in range(2):
+            pipe.step(tokens, labels)
+    assert len(warned) == 1
+    assert "pass weight_of=lambda target: (target != -100).sum()" in warned[0]
+
+
+def test_a_batch_without_targets_has_no_gradient() -> None:
+    tokens, labels = data(0)
+    pipe = by_hand(weight_of=count)
+    found = pipe.step(tokens, torch.full_like(labels, IGNORED))
+    assert found.loss != found.loss, "as in one process"
+    assert all(not one.grad.any() for one in pipe.parameters() if one.grad is not None)
+
+
+class Own(nn.Module):
+    """A loss that is no plain mean, of a model that is traced."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.cross_entropy(x, labels) * self.factor}
+
+
+def test_a_loss_of_the_model_s_own_is_refused_where_its_mean_is_unknown() -> None:
+    batch = {"x": torch.randn(4, WIDTH), "labels": torch.arange(4)}
+    options: dict[str, Any] = {"micro_batches": 2, "sample": batch}
+    with pytest.raises(ConfigError, match=r"ends in aten.mul.Tensor; pass\s+weight_of"):
+        Pipeline(Own(2.0), None, **options)
+    made = Own(2.0)
+    weighed = Pipeline(made, None, weight_of=lambda one: len(one["x"]), **options)
+    expected = made(**batch)["loss"].item()
+    assert weighed.step(batch).loss == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ConfigError, match="give the labels in the batch alone"):
+        weighed.step(batch, batch["labels"])
+    with pytest.raises(ConfigError, match="has a 'loss' in its output: give labels"):
+        by_hand(None)
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, None] + shift.sum()
+
+
+def test_a_value_that_was_cut_by_its_size_alone_is_found_at_another_size() -> None:
+    x, y, shift = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES) % 3, torch.ones(8)
+    made = [Shifted()]
+    pipe = Pipeline(made, last_loss, micro_batches=2)
+    pipe.step(x, y, shift=shift)
+    with pytest.raises(
+        ConfigError, match=r"'shift' has 8 rows for 6 samples"
+    ):
+        pipe.step(x[:6], y[:6], shift=shift)
+    right = Pipeline(made, last_loss, micro_batches=2, whole=("shift",))
+    expected = last_loss(made[0](x, shift), y).item()
+    assert right.step(x, y, shift=shift).loss == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(
+        ConfigError, match=r"whole= names \['shfit'\]"
+    ):
+        Pipeline(made, last_loss, micro_batches=2, whole=["shfit"]).step(
+            x, y, shift=shift
+        )

@@ -57,7 +57,13 @@ TENTH ?= $(shell { git rev-list --count HEAD 2>/dev/null || echo 0; } | sed 's/.
 test-tenth: $(STAMP) ## a tenth of the slow ones (TENTH=0 to 9)
 	$(PYTEST) -m slow --tenth $(TENTH) $(WITHOUT) $(BY_FILE)
 
+# With the transformers of constraints.txt; two lines name it and the registry's newest,
+# which NEWEST=1 installs (until `make clean`). Without a registry they are missing.
 test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, Lightning
+	@$(if $(NEWEST),$(PIP) install --upgrade transformers)
+	@$(BIN)/python -m pip --timeout 10 --retries 0 index versions transformers 2>&1 | \
+		sed -n -e 's/^ *INSTALLED: */transformers here: /p' \
+		-e 's/^ *LATEST: */transformers in the registry: /p'
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations
 
 test-ray: $(RAY_STAMP) ## runs on a Ray cluster of several nodes on this machine

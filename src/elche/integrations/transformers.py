@@ -26,6 +26,7 @@ from elche.integrations.optimizer_steps import (
     step_loader,
 )
 from elche.integrations.shared_figures import MainEvaluation, StepLosses
+from elche.pipeline.setup.pretrained import log_untried
 from elche.runtime.process.environment import read_placement
 from elche.runtime.training import SetupConfig
 from elche.session import ranks
@@ -55,6 +56,7 @@ if not hasattr(Trainer, "_prepare_for_training"):
         "expected transformers 5.23 or newer, whose Trainer has _prepare_for_training; "
         "install it with pip install 'elche[transformers]'"
     )
+log_untried()
 
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),

@@ -196,6 +196,8 @@ def _keywords(module: nn.Module) -> _Keywords:
         for one in found
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
+    if type(module).__module__.startswith("transformers."):
+        named.discard(CACHE)  # since 5.24 the name of its own class of caches
     # Containers forward all arguments; a compiled module hides its signature.
     takes_all = any(one.kind is one.VAR_KEYWORD for one in found)
     return _Keywords(frozenset(named), takes_all)

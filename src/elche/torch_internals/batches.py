@@ -18,6 +18,10 @@ tree_leaves: Callable[[Any], list[Any]] = bind(
     "torch.utils._pytree.tree_leaves", "looks into batches"
 )
 
+tree_structure: Callable[[Any], Any] = bind(
+    "torch.utils._pytree.tree_structure", "compares outputs of a model"
+)
+
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:

@@ -13,6 +13,10 @@ from torch import nn
 from elche.errors import ConfigError
 from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
 
+REMEDY = (
+    "put that code into a submodule of its own, or cut by hand with "
+    "split=lambda model: [...]"
+)
 _KINDS = inspect.Parameter
 _BY_NAME = (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY, _KINDS.VAR_KEYWORD)
 

@@ -16,12 +16,9 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from elche.errors import ConfigError
+from elche.pipeline.cutting.whole_results import WholeResults
 from elche.torch_internals.batches import tree_leaves
 
-REMEDY = (
-    "put that code into a submodule of its own, or cut by hand with "
-    "split=lambda model: [...]"
-)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -38,13 +35,17 @@ class ModuleCalls:
     Args:
         model: model to trace.
         whole: names of uncut submodules, by id.
+        results: results of their calls.
 
     Attributes:
         inside: innermost module of the calls in progress when an error occurred.
     """
 
-    def __init__(self, model: nn.Module, whole: Mapping[int, str]) -> None:
+    def __init__(
+        self, model: nn.Module, whole: Mapping[int, str], results: WholeResults
+    ) -> None:
         self._whole = whole
+        self._results = results
         self._names = {id(one): name for name, one in model.named_modules()}
         # Some classes override `__call__` itself, for activation checkpointing.
         self._owners = {
@@ -79,7 +80,7 @@ class ModuleCalls:
             )
             self.inside = self._stack[-1]
             if id(module) in self._whole:
-                found = self._record(module, call, args, keywords)
+                found = self._record(module, args, keywords)
             else:
                 found = call(module, *args, **keywords)
             self._stack.pop()
@@ -91,7 +92,6 @@ class ModuleCalls:
     def _record(
         self,
         module: nn.Module,
-        call: Callable[..., Any],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
@@ -99,11 +99,11 @@ class ModuleCalls:
         assert mode is not None, "only while tracing"
         tracer: Any = mode.tracer
         given = self._proxies((args, keywords), tracer)
+        name = self._whole[id(module)]
         self._opaque += 1
         with disable_proxy_modes_tracing():
-            found = call(module, *args, **keywords)
+            found = self._results.of(name, module, args, keywords)
         self._opaque -= 1
-        name = self._whole[id(module)]
         node = tracer.create_proxy("call_function", call_whole, (name, *given), {})
         if isinstance(found, torch.Tensor):
             track_tensor_tree(found, node, constant=None, tracer=tracer)

@@ -1,0 +1,204 @@
+"""Fake tensors in place of a model's own and a sample's, while the model is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from elche.devices import random_state
+from elche.errors import ConfigError
+from elche.pipeline.cutting.arguments import REMEDY, Arguments
+from elche.torch_internals.batches import tree_leaves, tree_map
+from elche.torch_internals.held import held_buffers, held_parameters, version
+from elche.torch_internals.passes import FakeTensorMode, unset_fake_temporarily
+
+
+@final
+class StandIns:
+    """Fake tensors, so that forward changes no real ones.
+
+    BatchNorm, for example, counts its batches.
+
+    Args:
+        model: model with the real tensors.
+        arguments: the sample.
+
+    Attributes:
+        mode: fake tensor mode, whose sizes are symbols.
+        inputs: fake tensors of the sample.
+        held: the model's own parameters and buffers, by a name for traces.
+        names: that name of each fake parameter and buffer, by id.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+        self.inputs = [self._fake(one) for one in arguments]
+        self._model, self._device = model, arguments.device
+        self._named = dict((*model.named_parameters(), *model.named_buffers()))
+        self._fakes = {
+            id(one): self.mode.from_tensor(
+                one
+                if one.device == self._device
+                else torch.empty_like(one, device=self._device),
+                static_shapes=True,
+            )
+            for one in self._named.values()
+        }
+        self.held = {f"held_{i}": one for i, one in enumerate(self._named.values())}
+        self.names = {id(self._fakes[id(one)]): own for own, one in self.held.items()}
+        self._samples = dict(zip(map(id, self.inputs), arguments, strict=True))
+        self._sizes = [
+            (size, number)
+            for fake, one in zip(self.inputs, arguments, strict=True)
+            for size, number in zip(fake.shape, one.shape, strict=True)
+            if isinstance(size, torch.SymInt)
+        ]
+        self._versions = {key: version(fake) for key, fake in self._fakes.items()}
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        sizes = [DimDynamic.DYNAMIC] * tensor.dim()
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        made: torch.Tensor = self.mode.from_tensor(tensor, symbolic_context=context)
+        return made
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Puts the fake tensors into the model, and restores the real ones afterwards.
+
+        `torch.func.functional_call` would leave them in a module that is used twice.
+        """
+        with _replaced(self._model, lambda one: self._fakes[id(one)]):
+            yield
+
+    def computed(self, module: nn.Module, args: Any, keywords: Any) -> Any:
+        """Runs a patched module on real tensors, because its code depends on values.
+
+        Only the sizes of its output are used: it runs a second time with other sizes,
+        so that each size is seen to be constant, or a size of the input. The sample's
+        tensors have their values, all others made-up ones, and so have the parameters
+        of a model on the meta device.
+
+        Returns:
+            The output with fake tensors.
+
+        Raises:
+            ConfigError: the output's sizes are others.
+        """
+        sizes = [(one, n) for one, n in self._sizes if one.node.expr.is_symbol]
+        symbols = {one.node.expr: one for one, _ in sizes}
+        small = {one.node.expr: number for one, number in sizes}
+        other = {
+            one: number - 1 - i if number > i + 2 else number + 1 + i
+            for i, (one, number) in enumerate(small.items())
+        }
+        found = self._run(module, (args, keywords), small)
+        again = iter(tree_leaves(self._run(module, (args, keywords), other)))
+        kind = type(module).__name__
+        learns = any(one.requires_grad for one in module.parameters())
+
+        def fake(one: Any) -> Any:
+            second = next(again)
+            if not isinstance(one, torch.Tensor):
+                return one
+            shape = []
+            for pair in zip(one.shape, second.shape, strict=True):
+                equal = [
+                    s for key, s in symbols.items() if pair == (small[key], other[key])
+                ]
+                if pair[0] != pair[1] and not equal:
+                    raise ConfigError(
+                        f"values of tensors decide what runs in a {kind}, and its "
+                        f"output of shape {list(one.shape)} has other sizes than the "
+                        f"model's input; {REMEDY}"
+                    )
+                shape.append(equal[0] if equal else pair[0])
+            with self.mode:
+                made = torch.empty(shape, dtype=one.dtype, device=self._device)
+                return made.requires_grad_(learns and one.is_floating_point()).clone()
+
+        return tree_map(fake, found)
+
+    def _run(self, module: nn.Module, given: Any, sizes: Mapping[Any, int]) -> Any:
+        def real(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                held = self.held.get(self.names.get(id(value), ""), value)
+                if not held.is_meta and held is not value:
+                    return held if isinstance(held, nn.Parameter) else held.clone()
+                shape = [evaluated(one) for one in value.shape]
+                return _with_values(value, self._samples.get(id(value)), shape)
+            if hasattr(value, "past_length"):  # a cache of keys and values
+                value.real_past_length = evaluated(value.past_length)
+            return evaluated(value)
+
+        def evaluated(value: Any) -> Any:
+            if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return value
+            node = value.node
+            return node.pytype(node.expr.xreplace(sizes))
+
+        devices = [self._device] if self._device.type != "meta" else []
+        with (
+            unset_fake_temporarily(),
+            random_state.forked(devices),
+            torch.no_grad(),
+            _replaced(module, real),
+        ):
+            args, keywords = tree_map(real, given)
+            return module(*args, **keywords)
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """Tensors that forward has written to, by the model's names."""
+        return {
+            name: one
+            for name, one in self._named.items()
+            if version(self._fakes[id(one)]) != self._versions[id(one)]
+        }
+
+
+def _with_values(
+    fake: torch.Tensor, sample: torch.Tensor | None, shape: list[int]
+) -> torch.Tensor:
+    """A tensor of a shape: the sample, repeated, or made-up values.
+
+    Those are random fractions, zeros as indices, and True in masks.
+    """
+    device = "cpu" if fake.is_meta else fake.device
+    if sample is not None and not sample.is_meta:
+        for dim, size in enumerate(shape):
+            places = torch.arange(size, device=sample.device) % sample.shape[dim]
+            sample = sample.index_select(dim, places)
+        return sample
+    if fake.is_floating_point() or fake.is_complex():
+        return torch.rand(shape, dtype=fake.dtype, device=device)
+    fill = int(fake.dtype is torch.bool)
+    return torch.full(shape, fill, dtype=fake.dtype, device=device)
+
+
+@contextmanager
+def _replaced(
+    module: nn.Module, chosen: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Puts other tensors into a module in this context."""
+    slots = [
+        (held, name, one)
+        for each in module.modules()
+        for held in (held_parameters(each), held_buffers(each))
+        for name, one in held.items()
+        if one is not None
+    ]
+    try:
+        for held, name, one in slots:
+            held[name] = chosen(one)
+        yield
+    finally:
+        for held, name, one in slots:
+            held[name] = one

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import nn
+
+from elche.errors import ConfigError
+from elche.pipeline.pipeline import Pipeline
+from tests.pipeline.cases.pipeline_cases import CALM
 
 WORDS, LENGTH, SAMPLES = 29, 6, 8
 _SMALL = {
@@ -180,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         images,
         words=2,
     ),
-    "CLIP": Family(_clip, captions, words=SAMPLES),
+    "CLIP": Family(_clip, captions, words=8),
     "Phi": Family(
         lambda: hf.PhiForCausalLM(
             hf.PhiConfig(**_TEXT, resid_pdrop=0.0, embd_pdrop=0.0)
@@ -205,9 +209,98 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+@dataclass
+class Ran:
+    """What came out on a rank.
+
+    Attributes:
+        refused: why the model was refused; "" if it ran.
+        layers: number of layers of the cut.
+        loss: of the batch, in training.
+        evaluated: loss in evaluation.
+        gradients: gradients by parameter name, of this rank's parameters.
+    """
+
+    refused: str = ""
+    layers: int = 0
+    loss: float = 0.0
+    evaluated: float = 0.0
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the model's logits; for CLIP of its image embeddings."""
+    """Cross-entropy of the logits; for CLIP, of the product of its embeddings."""
     logits = getattr(output, "logits", None)
     if logits is None:
         logits = output.image_embeds * output.text_embeds
-    return F.cross_entropy(logits.flatten(0, -2).double(), target.flatten())
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def _target(family: Family, samples: int) -> torch.Tensor:
+    with torch.no_grad():
+        found = family.model()(**family.batch(2, samples))
+    logits = found.logits if hasattr(found, "logits") else found.image_embeds
+    torch.manual_seed(4)
+    return torch.randint(family.words, logits.shape[:-1])
+
+
+def alone(name: str) -> Ran:
+    """A batch in one process, without micro-batches."""
+    family = FAMILIES[name]
+    model, batch = family.model(), family.batch(2, SAMPLES)
+    target = _target(family, SAMPLES)
+    loss = loss_of(model(**batch), target)
+    loss.backward()
+    gradients = {
+        own: torch.zeros_like(one) if one.grad is None else one.grad
+        for own, one in model.named_parameters()
+    }
+    with torch.no_grad():
+        evaluated = loss_of(model.eval()(**batch), target).item()
+    return Ran("", 0, loss.item(), evaluated, gradients)
+
+
+def piped(name: str, schedule: str) -> Ran:
+    """The same on a rank of a pipeline, with four micro-batches."""
+    family = FAMILIES[name]
+    model, batch = family.model(), family.batch(2, SAMPLES)
+    config: Any = model.config
+    fixed = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    try:
+        with Pipeline(
+            model,
+            loss_of,
+            micro_batches=4,
+            schedule=schedule,
+            sample={**fixed, **family.batch(1, 2)},
+            **CALM,
+        ) as pipe:
+            target = _target(family, SAMPLES)
+            loss = pipe.step(batch, target).loss
+            gradients = {
+                own: torch.zeros_like(one) if one.grad is None else one.grad
+                for own, one in pipe.named_parameters()
+            }
+            evaluated = pipe.evaluate(batch, target).loss
+            assert loss is not None
+            assert evaluated is not None
+            layers = sum(pipe.partition)
+            return Ran("", layers, loss, evaluated, gradients)
+    except ConfigError as error:
+        return Ran(refused=str(error))
+
+
+def worst_error(found: list[Ran], expected: Ran) -> float:
+    """Largest relative error of losses and gradients over all ranks."""
+    assert {name for one in found for name in one.gradients} == set(expected.gradients)
+    errors = [
+        abs(one.loss / expected.loss - 1) + abs(one.evaluated / expected.evaluated - 1)
+        for one in found
+    ]
+    scale = max(one.norm().item() for one in expected.gradients.values())
+    for one in found:
+        for name, gradient in one.gradients.items():
+            wanted = expected.gradients[name]
+            norm = max(wanted.norm().item(), 1e-3 * scale)
+            errors.append((gradient - wanted).norm().item() / norm)
+    return torch.tensor(errors).max().item()  # NaN if one is

@@ -63,15 +63,16 @@ def _detach_without_grad(graph: fx.Graph) -> None:
         ConfigError: there is autocast around traced code, or a module in no_grad.
     """
     has_grad, casts = True, 0
+    switches: list[fx.Node] = []
     found: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         name = "" if node.op == "get_attr" else getattr(node.target, "__name__", "")
         if name.endswith("set_grad_enabled"):
             has_grad, found = bool(node.args[0]), {}
-            graph.erase_node(node)
+            switches.append(node)
         elif name.endswith(("enter_autocast", "exit_autocast")):
             casts += 1 if name.endswith("enter_autocast") else -1
-            graph.erase_node(node)
+            switches.append(node)
         elif node.op == "call_function" and (casts or not has_grad):
             if casts or node.target is call_whole:
                 raise ConfigError(
@@ -80,6 +81,8 @@ def _detach_without_grad(graph: fx.Graph) -> None:
                     f"frozen by requires_grad_(False)); {REMEDY}"
                 )
             _detach_inputs(node, found)
+    for node in reversed(switches):
+        graph.erase_node(node)
 
 
 def _detach_inputs(node: fx.Node, found: dict[fx.Node, fx.Node]) -> None:

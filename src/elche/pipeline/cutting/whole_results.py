@@ -1,14 +1,15 @@
 """Results of uncut modules in a trace: sizes and types without values.
 
 Blocks that repeat run once. Two calls are alike if the modules' classes, attributes,
-modes and sizes of parameters are, and the sizes and plain values of their inputs. An
-attribute may be the block's own place in its list, such as `layer_idx`.
+modes and sizes of parameters are, and the sizes and plain values of their inputs. Only
+an attribute like `layer_idx` may differ, if it is the block's place in its list.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -20,31 +21,7 @@ from elche.torch_internals.batches import tree_map
 from elche.torch_internals.held import version
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-
-
-@final
-@dataclass(frozen=True)
-class _Result:
-    """Result of a call.
-
-    Attributes:
-        place: the module's place in its list.
-        numbers: integers among the attributes.
-        value: output, with fake tensors.
-        changed: names of buffers that the call changed.
-        arguments: arguments of the call; the key has ids of objects in them.
-    """
-
-    place: int | None
-    numbers: tuple[int, ...]
-    value: Any
-    changed: list[str]
-    arguments: Any
-
-    def fits(self, place: int | None, numbers: tuple[int, ...]) -> bool:
-        places = self.place, place
-        pairs = zip(self.numbers, numbers, strict=True)
-        return all(one == other or (one, other) == places for one, other in pairs)
+_PLACE = re.compile(r"(idx|index|layer_id|layer_number)$")
 
 
 @final
@@ -57,7 +34,7 @@ class WholeResults:
 
     def __init__(self, stand_ins: StandIns) -> None:
         self._stand_ins = stand_ins
-        self._known: dict[Any, list[_Result]] = {}
+        self._known: dict[Any, tuple[Any, list[str], Any]] = {}
 
     def of(
         self, name: str, module: nn.Module, args: tuple[Any, ...], keywords: Any
@@ -70,24 +47,20 @@ class WholeResults:
             args: its positional arguments.
             keywords: its keyword arguments.
         """
-        last = name.rpartition(".")[2]
-        place = int(last) if last.isdecimal() else None
-        form, numbers = _likeness(module)
-        known = self._known.setdefault((form, _form((args, keywords))), [])
-        found = next((one for one in known if one.fits(place, numbers)), None)
-        if found is None:
+        key = _likeness(name, module), _form((args, keywords))
+        if key in self._known:
+            for buffer in self._known[key][1]:
+                module.get_buffer(buffer).zero_()
+        else:
             before = {own: version(one) for own, one in module.named_buffers()}
-            value = self._run(module, args, keywords)
+            found = self._run(module, args, keywords)
             after = module.named_buffers()
             changed = [own for own, one in after if version(one) != before.get(own)]
-            found = _Result(place, numbers, value, changed, (args, keywords))
-            known.append(found)
-        else:
-            for buffer in found.changed:
-                module.get_buffer(buffer).zero_()
+            # The arguments are kept because the key has ids of objects in them.
+            self._known[key] = found, changed, (args, keywords)
         return tree_map(
             lambda one: one.clone() if isinstance(one, torch.Tensor) else one,
-            found.value,
+            self._known[key][0],
         )
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], keywords: Any) -> Any:
@@ -106,16 +79,18 @@ class WholeResults:
             del unbacked[known:]  # sizes that are the module's own affair
 
 
-def _likeness(module: nn.Module) -> tuple[Any, tuple[int, ...]]:
-    """Attributes in a hashable form, and the integers among them."""
-    forms: list[Any] = []
-    numbers: dict[tuple[str, str], int] = {}
-    for own, one in module.named_modules(remove_duplicate=False):
-        rest = {**vars(one), "_modules": None}
-        for name in [name for name, value in rest.items() if type(value) is int]:
-            numbers[own, name] = rest.pop(name)
-        forms.append((own, type(one), _form(rest)))
-    return (*forms, *numbers), tuple(numbers.values())
+def _likeness(name: str, module: nn.Module) -> Any:
+    place = name.rpartition(".")[2]
+
+    def attributes(one: nn.Module) -> Iterator[Any]:
+        for key, value in vars(one).items():
+            if key != "_modules" and not (_PLACE.search(key) and str(value) == place):
+                yield key, _form(value)
+
+    return tuple(
+        (own, type(one), *attributes(one))
+        for own, one in module.named_modules(remove_duplicate=False)
+    )
 
 
 def _form(value: Any) -> Any:

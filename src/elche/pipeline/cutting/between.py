@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,7 +46,7 @@ def _put_constant(node: fx.Node, value: torch.Tensor) -> None:
             f"{where(node)}; expected one with values, of at most {CONSTANT_ELEMENTS} "
             f"elements: register it as a buffer of the model, or {REMEDY}"
         )
-    options = {"dtype": value.dtype, "device": value.device}
+    options: Any = {"dtype": value.dtype, "device": value.device}
     with node.graph.inserting_before(node):
         made = node.graph.call_function(torch.tensor, (value.tolist(),), options)
     made.meta = {"val": value}

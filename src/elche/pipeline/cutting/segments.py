@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,7 +16,7 @@ from elche.pipeline.cutting.caching import (
     CACHE_MARK,
     CachedSegment,
 )
-from elche.pipeline.cutting.tracing import ModelTrace, trace_cached, trace_calls
+from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_cached, trace_calls
 from elche.pipeline.cutting.whole_calls import call_whole
 from elche.pipeline.cutting.whole_modules import (
     CutChoice,
@@ -29,20 +28,6 @@ from elche.pipeline.cutting.whole_modules import (
 from elche.torch_internals.batches import tree_map, tree_structure
 
 _LOCAL = ("placeholder", "get_attr", "output")
-
-
-@final
-@dataclass(frozen=True)
-class Code:
-    """A layer's code in one mode.
-
-    Attributes:
-        graph: code of the layer.
-        output: structure of the model's output, if this is its last layer, else None.
-    """
-
-    graph: fx.Graph
-    output: Any = None
 
 
 @final
@@ -189,7 +174,7 @@ def _cut(
         else:
             made.append(segment if index else FirstSegment(segment, trace.arguments))
     _check_buffers(trace.changed, made)
-    called = {name for one in trace.modes.values() for name in _called(one.graph.nodes)}
+    called = {name for one in trace.codes.values() for name in _called(one.graph.nodes)}
     for name in choice.whole:
         if name not in called:  # unused by forward, but part of the model's state
             body.add_submodule(name, model.get_submodule(name))
@@ -206,7 +191,7 @@ def _layers(
     """
     made: dict[bool, list[Code]] = {}
     called: list[list[list[str]]] = []
-    for mode, one in trace.modes.items():
+    for mode, one in trace.codes.items():
         parts = _parts(one.graph, choice)
         if choice.merges:
             parts = _merged(parts, model)

@@ -15,9 +15,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from elche.devices import random_state
-from elche.errors import ConfigError
-from elche.pipeline.cutting.arguments import REMEDY, Arguments
-from elche.torch_internals.batches import tree_leaves, tree_map
+from elche.pipeline.cutting.arguments import Arguments
+from elche.torch_internals.batches import tree_map
 from elche.torch_internals.held import held_buffers, held_parameters, version
 from elche.torch_internals.passes import FakeTensorMode, unset_fake_temporarily
 
@@ -56,7 +55,7 @@ class StandIns:
         self.held = {f"held_{i}": one for i, one in enumerate(self._named.values())}
         self.names = {id(self._fakes[id(one)]): own for own, one in self.held.items()}
         self._samples = dict(zip(map(id, self.inputs), arguments, strict=True))
-        self._sizes = [
+        self._sizes: list[tuple[Any, int]] = [
             (size, number)
             for fake, one in zip(self.inputs, arguments, strict=True)
             for size, number in zip(fake.shape, one.shape, strict=True)
@@ -83,7 +82,7 @@ class StandIns:
         """Runs a patched module on real tensors, because its code depends on values.
 
         Only the sizes of its output are used: it runs a second time with other sizes,
-        so that each size is seen to be constant, or a size of the input. The sample's
+        so that each is seen to be constant, or a size of the input. The sample's
         tensors have their values, all others made-up ones, and so have the parameters
         of a model on the meta device.
 
@@ -91,59 +90,53 @@ class StandIns:
             The output with fake tensors.
 
         Raises:
-            ConfigError: the output's sizes are others.
+            KeyError: a size of the output is another.
         """
-        sizes = [(one, n) for one, n in self._sizes if one.node.expr.is_symbol]
-        symbols = {one.node.expr: one for one, _ in sizes}
-        small = {one.node.expr: number for one, number in sizes}
-        other = {
-            one: number - 1 - i if number > i + 2 else number + 1 + i
-            for i, (one, number) in enumerate(small.items())
+        symbols = {
+            size.node.expr: (size, number)
+            for size, number in self._sizes
+            if size.node.expr.is_symbol  # else it has become a number
         }
-        found = self._run(module, (args, keywords), small)
-        again = iter(tree_leaves(self._run(module, (args, keywords), other)))
-        kind = type(module).__name__
+        sizes: dict[tuple[int, int], Any] = {}
+        for i, (size, n) in enumerate(symbols.values()):
+            sizes[n, n - 1 - i if n > i + 2 else n + 1 + i] = size
+        found, again = (
+            self._run(
+                module,
+                (args, keywords),
+                {size.node.expr: pair[turn] for pair, size in sizes.items()},
+            )
+            for turn in (0, 1)
+        )
         learns = any(one.requires_grad for one in module.parameters())
 
-        def fake(one: Any) -> Any:
-            second = next(again)
+        def fake(one: Any, other: Any) -> Any:
             if not isinstance(one, torch.Tensor):
                 return one
-            shape = []
-            for pair in zip(one.shape, second.shape, strict=True):
-                equal = [
-                    s for key, s in symbols.items() if pair == (small[key], other[key])
-                ]
-                if pair[0] != pair[1] and not equal:
-                    raise ConfigError(
-                        f"values of tensors decide what runs in a {kind}, and its "
-                        f"output of shape {list(one.shape)} has other sizes than the "
-                        f"model's input; {REMEDY}"
-                    )
-                shape.append(equal[0] if equal else pair[0])
+            pairs = zip(one.shape, other.shape, strict=True)
+            shape = [n if n == m else sizes[n, m] for n, m in pairs]
             with self.mode:
                 made = torch.empty(shape, dtype=one.dtype, device=self._device)
                 return made.requires_grad_(learns and one.is_floating_point()).clone()
 
-        return tree_map(fake, found)
+        return tree_map(fake, found, again)
 
     def _run(self, module: nn.Module, given: Any, sizes: Mapping[Any, int]) -> Any:
-        def real(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                held = self.held.get(self.names.get(id(value), ""), value)
-                if not held.is_meta and held is not value:
-                    return held if isinstance(held, nn.Parameter) else held.clone()
-                shape = [evaluated(one) for one in value.shape]
-                return _with_values(value, self._samples.get(id(value)), shape)
-            if hasattr(value, "past_length"):  # a cache of keys and values
-                value.real_past_length = evaluated(value.past_length)
-            return evaluated(value)
-
         def evaluated(value: Any) -> Any:
             if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 return value
-            node = value.node
-            return node.pytype(node.expr.xreplace(sizes))
+            return value.node.pytype(value.node.expr.xreplace(sizes))
+
+        def real(value: Any) -> Any:
+            if hasattr(value, "past_length"):  # a cache of keys and values
+                value.real_past_length = evaluated(value.past_length)
+            if not isinstance(value, torch.Tensor):
+                return evaluated(value)
+            held = self.held.get(self.names.get(id(value), ""))
+            if held is not None and not held.is_meta:
+                return held if isinstance(held, nn.Parameter) else held.clone()
+            shape = [evaluated(one) for one in value.shape]
+            return _with_values(value, self._samples.get(id(value)), shape)
 
         devices = [self._device] if self._device.type != "meta" else []
         with (

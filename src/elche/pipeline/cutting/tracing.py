@@ -23,24 +23,23 @@ from elche.pipeline.cutting.between import settle
 from elche.pipeline.cutting.caching import cached_arguments, traced_forward
 from elche.pipeline.cutting.stand_ins import StandIns
 from elche.pipeline.cutting.whole_calls import ModuleCalls
-from elche.pipeline.cutting.whole_results import WholeResults
 from elche.pipeline.stage import modes_kept
 from elche.torch_internals.batches import tree_leaves, tree_map
 
 
 @final
 @dataclass(frozen=True)
-class CallTrace:
-    """Trace of a forward between the uncut submodules, in one mode.
+class Code:
+    """Traced code of a model, or of a layer, in one mode.
 
     Attributes:
-        graph: graph with a node of :func:`call_whole` for each submodule call; returns
-            the output's tensors in a list.
-        output: structure of forward's output, with placeholder tensors.
+        graph: the code, with a node for each call of an uncut submodule.
+        output: structure of the model's output, with placeholder tensors; None for a
+            layer that is not its last.
     """
 
     graph: fx.Graph
-    output: Any
+    output: Any = None
 
 
 @final
@@ -49,7 +48,7 @@ class ModelTrace:
     """Traces of a model.
 
     Attributes:
-        modes: traces in training (True) and in evaluation.
+        codes: code in training (True) and in evaluation.
         held: the model's parameters and buffers, by their names in the graphs.
         changed: buffers that forward changes, by the model's names.
         arguments: arguments of the traced forward.
@@ -57,7 +56,7 @@ class ModelTrace:
         is_cached: whether modules receive a cache, as `CACHE_MARK`.
     """
 
-    modes: dict[bool, CallTrace]
+    codes: dict[bool, Code]
     held: dict[str, torch.Tensor]
     changed: dict[str, torch.Tensor]
     arguments: Arguments
@@ -119,8 +118,8 @@ def _trace(
 ) -> ModelTrace:
     stand_ins = StandIns(model, arguments)
     fakes, mode = stand_ins.inputs, stand_ins.mode
-    symbols = [[size.node.expr for size in fake.shape] for fake in fakes]
-    watch = ModuleCalls(model, whole, WholeResults(stand_ins))
+    symbols = [[_expression(size) for size in fake.shape] for fake in fakes]
+    watch = ModuleCalls(model, whole, stand_ins)
     outputs: list[Any] = []
 
     def forward(*tensors: torch.Tensor) -> list[Any]:
@@ -131,7 +130,7 @@ def _trace(
             outputs.append(found)
         return tree_leaves(outputs[-1])
 
-    traces: dict[bool, CallTrace] = {}
+    codes: dict[bool, Code] = {}
     nothing = torch.empty(0, device="cpu")
     for is_training in modes:
         with modes_kept([model]), _refusing(watch), torch.enable_grad(), mode:
@@ -139,7 +138,7 @@ def _trace(
             made = make_fx(forward, pre_dispatch=True)(*fakes)
         graph = settle(made, stand_ins.names)
         output = tree_map(lambda one: nothing, outputs[-1])
-        traces[is_training] = CallTrace(graph, output)
+        codes[is_training] = Code(graph, output)
     fixed = [[_fixed_size(size) for size in fake.shape] for fake in fakes]
     if not fixed or fixed[0][0] is not None:
         raise ConfigError(
@@ -151,7 +150,7 @@ def _trace(
     guards = [] if is_cached else [one.expr for one in mode.shape_env.guards]
     arguments.learn_sizes(symbols, fixed, guards)
     return ModelTrace(
-        modes=traces,
+        codes=codes,
         held=stand_ins.held,
         changed=stand_ins.changed(),
         arguments=arguments,
@@ -182,8 +181,12 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
         ) from error
 
 
+def _expression(size: Any) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
 def _fixed_size(size: Any) -> int | None:
     """The number that a size became in a trace; None if it is still symbolic."""
-    expression = size if isinstance(size, int) else size.node.expr
+    expression = _expression(size)
     is_number = isinstance(expression, int) or expression.is_number
     return int(expression) if is_number else None

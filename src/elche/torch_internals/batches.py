@@ -24,6 +24,10 @@ tree_flatten_with_path: Callable[[Any], tuple[list[Any], Any]] = bind(
     "torch.utils._pytree.tree_flatten_with_path", "looks into batches"
 )
 
+tree_structure: Callable[[Any], Any] = bind(
+    "torch.utils._pytree.tree_structure", "compares outputs of a model"
+)
+
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:

@@ -123,7 +123,10 @@ def mark_dynamic(tensor: torch.Tensor) -> None:
         mark(tensor, 0)
 
 
-FakeTensorMode: Any = bind(
-    "torch._subclasses.FakeTensorMode", "cuts a model for a pipeline"
-)
+_CUT = "cuts a model for a pipeline"
+FakeTensorMode: Any = bind("torch._subclasses.FakeTensorMode", _CUT)
 """Mode that runs a model without computing, with symbolic sizes."""
+unset_fake_temporarily: Any = bind(
+    "torch._subclasses.fake_tensor.unset_fake_temporarily", _CUT
+)
+"""Context in which tensors are real again."""

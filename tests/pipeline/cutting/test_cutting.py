@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -173,10 +174,19 @@ def test_what_forward_does_not_use_stays_in_the_state() -> None:
     assert names == set(model.state_dict())
 
 
-def _raises_no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
+def _freezes(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        y = x * 2
-    return x + y
+        return model.taking(x)  # type: ignore[no-any-return]
+
+
+def _casts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu"):
+        return (x @ x.T @ x).float()
+
+
+def _counts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.counted.add_(1)
+    return x * model.counted
 
 
 def _changes(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -186,16 +196,16 @@ def _changes(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
-    "dropout": (
-        lambda model, x: F.dropout(x, 0.5, model.training),
-        "differs between training and evaluation between inner.first and "
-        r"inner.second \(dropout\)",
+    "layer drop": (
+        lambda model, x: model.taking(x) if not model.training else x,
+        r"forward calls other submodules in training .* \(inner.taking\)",
     ),
-    "training": (
-        lambda model, x: x * 2 if model.training else x,
-        "differs between training and evaluation between inner.first",
+    "a module without gradients": (
+        _freezes,
+        r"uses torch.no_grad around code between inner.first and inner.second",
     ),
-    "no_grad": (_raises_no_grad, "uses .*set_grad_enabled.* between inner.first and"),
+    "autocast": (_casts, "uses autocast around code between inner.first and"),
+    "a buffer": (_counts, "changes a tensor .* in place between inner.first and"),
     "values": (
         lambda model, x: x if x.sum() > 0 else -x,
         r"forward of inner \(Inner\) cannot be traced with this sample: values of "
@@ -210,8 +220,8 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
         "forward of Outer fixes the number of samples at that of the sample, 3",
     ),
     "constants": (
-        lambda model, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
-        "makes a tensor of constants between",
+        lambda model, x: x + torch.tensor([[0.0] * 4] * 1025).sum(0),
+        r"makes a constant of shape \[1025, 4\] .* between inner.first and",
     ),
     "in place": (
         _changes,
@@ -229,21 +239,149 @@ def test_what_cannot_be_cut_is_named(kind: str) -> None:
     between, message = BETWEEN[kind]
     model = Outer(between)
     model.inner.add_module("taking", TakesObjects(WIDTH, WIDTH))
+    model.inner.register_buffer("counted", torch.zeros(()))
     call = nn.Module.__call__
     with pytest.raises(ConfigError, match=message):
         cut_model(model, ["inner.taking", "inner.second"], torch.randn(3, 4))
     assert nn.Module.__call__ is call
 
 
-@pytest.mark.parametrize("kind", ["dropout", "values"])
-def test_code_in_a_module_that_stays_whole_may_do_anything_traceable_or_not(
-    kind: str,
-) -> None:
-    """Dropout does; what depends on values cannot give a shape without them."""
-    model = Outer(BETWEEN[kind][0])
-    refused: Any = pytest.raises(ConfigError, match=r"forward of inner \(Inner\)")
-    with refused if kind == "values" else nullcontext():
-        assert len(cut_model(model, ["last"], torch.randn(3, WIDTH))) == 2
+def _without_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x * 2
+        y += x.detach()
+        y = torch.where(y > 0, y, x)
+    return x * y.exp()
+
+
+def _in_a_mode(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if model.training:
+        return x * model.scale - model.second.weight.sum(0)
+    return x + model.shift
+
+
+FOLLOWED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda model, x: F.dropout(x, 0.5, model.training),
+    "no_grad": _without_grad,
+    "mode": _in_a_mode,
+    "constants": lambda model, x: x * torch.tensor([1.0, 2.0, -math.inf, 3.0]).exp(),
+}
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_code_between_modules_follows_their_mode(kind: str) -> None:
+    """Gradients too; copies take both modes along."""
+    torch.manual_seed(0)
+    model = Outer(FOLLOWED[kind])
+    model.inner.scale = nn.Parameter(torch.rand(WIDTH))
+    model.inner.register_buffer("shift", torch.rand(WIDTH), persistent=False)
+    layers = cut_model(model.eval(), ["inner.second", "last"], torch.randn(3, WIDTH))
+    held = {name for one in layers for name in one.state_dict() if "held" in name}
+    assert len(held) == 2 * (kind == "mode"), "all but shift are saved"
+    x = torch.randn(5, WIDTH)
+    weight = model.inner.first.weight
+    for made, is_training in ((layers, True), (copy.deepcopy(layers), False)):
+        found = []
+        for whole in (made, [model]):
+            for one in whole:
+                one.train(is_training)
+            torch.manual_seed(1)
+            found.append(run(whole, x))
+        assert torch.equal(*found)
+        if made is layers:
+            gradients = [torch.autograd.grad(one.sum(), weight)[0] for one in found]
+            assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "no_grad"])
+def test_modules_of_one_layer_in_different_modes(kind: str) -> None:
+    """Code that differs could follow only some of them."""
+    model = Outer(lambda model, x: FOLLOWED[kind](model, model.taking(x)))
+    model.inner.add_module("taking", TakesObjects(WIDTH, WIDTH))
+    layers = cut_model(model, ["inner.taking"], torch.randn(3, WIDTH))
+    model.inner.second.eval()
+    refused: Any = pytest.raises(ConfigError, match="put them into one mode")
+    with refused if kind == "dropout" else nullcontext():
+        run(layers, torch.randn(3, WIDTH))
+
+
+class Experts(nn.Module):
+    """Each row goes to one of its experts; rows of a sum below `least` are left out."""
+
+    def __init__(self, least: float = -math.inf) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.least = least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        chosen, y = x.argmax(-1), x.clone()
+        for index, expert in enumerate(self.experts):
+            if (mask := chosen == index).any():
+                y[mask] = expert(x[mask])
+        return y if self.least == -math.inf else y[x.sum(-1) > self.least]
+
+
+class Routed(nn.Module):
+    def __init__(self, least: float = -math.inf) -> None:
+        super().__init__()
+        self.first = nn.Embedding(9, WIDTH)
+        self.blocks = nn.ModuleList(Experts(least) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).view(x.shape[0], -1, WIDTH)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_blocks_whose_code_depends_on_values(device: str) -> None:
+    with torch.device(device):
+        model = Routed()
+    drawn = torch.random.get_rng_state()
+    layers = cut_model(model, None, torch.randint(9, (2, 5)))
+    assert len(layers) == 5
+    assert device == "meta" or [int(one.calls) for one in model.blocks] == [0, 0, 0]
+    if device == "meta":
+        return
+    torch.random.set_rng_state(drawn)
+    for sizes in ((7, 3), (1, 5)):
+        x = torch.randint(9, sizes)
+        assert torch.equal(run(layers, x), model(x))
+
+
+def test_sizes_that_depend_on_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"blocks.0 \(Experts\) .* values of tensors"):
+        cut_model(Routed(0.0), None, torch.randint(9, (2, 5)))
+
+
+class Pooling(nn.Module):
+    """Reduces a sequence."""
+
+    runs = 0
+
+    def __init__(self, layer_idx: int, factor: int) -> None:
+        super().__init__()
+        self.layer_idx, self.factor = layer_idx, factor
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Pooling.runs += type(x) is not torch.Tensor
+        return self.linear(x)[:, :: self.factor]
+
+
+@pytest.mark.parametrize(("factors", "runs"), [((1, 1, 1, 1), 4), ((2, 1, 2, 3), 8)])
+def test_blocks_that_repeat_are_traced_once(factors: Any, runs: int) -> None:
+    """In each mode, but the first one, whose input needs no gradient."""
+    model = nn.Sequential(*(Pooling(*one) for one in enumerate(factors)))
+    Pooling.runs = 0
+    layers = cut_model(model, ["2"], torch.randn(2, 30, WIDTH))
+    assert Pooling.runs == runs
+    x = torch.randn(3, 24, WIDTH)
+    assert torch.equal(run(layers, x), model(x))
 
 
 class Chosen(nn.Module):

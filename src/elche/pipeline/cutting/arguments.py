@@ -19,6 +19,10 @@ from elche.pipeline.trees import (
     unflatten,
 )
 
+REMEDY = (
+    "put that code into a submodule of its own, or cut by hand with "
+    "split=lambda model: [...]"
+)
 _KINDS = inspect.Parameter
 _BY_NAME = (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY, _KINDS.VAR_KEYWORD)
 

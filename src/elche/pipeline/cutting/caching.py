@@ -74,11 +74,14 @@ def traced_forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     def update(
         keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
+        is_real = type(keys) is torch.Tensor  # see `StandIns.computed`
+        length = keys.shape[-2] + (cache.real_past_length if is_real else past)
         return tuple(
-            one.new_empty((*one.shape[:-2], past + one.shape[-2], one.shape[-1]))
+            one.new_zeros((*one.shape[:-2], length, one.shape[-1]))
             for one in (keys, values)
         )
 
+    cache.past_length = past
     cache.update = update
     cache.get_seq_length = lambda layer_idx=0: past
     cache.get_mask_sizes = lambda length, layer_idx=0: (past + length, 0)

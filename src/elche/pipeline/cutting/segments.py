@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -10,21 +10,17 @@ import torch
 from torch import fx, nn
 
 from elche.errors import ConfigError
-from elche.pipeline.cutting.arguments import Arguments
+from elche.pipeline.cutting.arguments import REMEDY
+from elche.pipeline.cutting.between import texts, where
 from elche.pipeline.cutting.caching import (
     CACHE_MARK,
     PAST,
     CachedSegment,
     takes_cache,
 )
-from elche.pipeline.cutting.own_loss import OwnLoss, find_own_loss
-from elche.pipeline.cutting.tracing import (
-    CallTrace,
-    trace_again,
-    trace_calls,
-    where,
-)
-from elche.pipeline.cutting.whole_calls import REMEDY, call_whole
+from elche.pipeline.cutting.own_loss import find_own_loss
+from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_again, trace_calls
+from elche.pipeline.cutting.whole_calls import call_whole
 from elche.pipeline.cutting.whole_modules import (
     CutChoice,
     SplitPoints,
@@ -32,7 +28,7 @@ from elche.pipeline.cutting.whole_modules import (
     at_points,
     has_parameters,
 )
-from elche.torch_internals.batches import tree_map
+from elche.torch_internals.batches import tree_map, tree_structure
 
 _LOCAL = ("placeholder", "get_attr", "output")
 
@@ -43,59 +39,80 @@ class Segment(nn.Module):
 
     Args:
         body: the part's code and the model's modules in it.
+        codes: code in training (True) and in evaluation; one if they are equal.
         device: device of the trace.
-        output: structure of the model's output, if this is its last part, else None.
     """
 
     def __init__(
-        self, body: fx.GraphModule, device: torch.device, output: Any = None
+        self, body: fx.GraphModule, codes: dict[bool, Code], device: torch.device
     ) -> None:
         super().__init__()
         self.body = body
+        self._codes = codes
         self._device = device
-        self._output = output
+        self._mode = next(iter(codes))
 
     def forward(self, *values: Any) -> Any:
-        """Runs the part on the device of its inputs."""
+        """Runs the part on the device of its inputs, in the mode of its modules."""
         given = next((one for one in values if isinstance(one, torch.Tensor)), None)
-        if given is not None and given.device != self._device:
-            self._place(given.device)
+        device = self._device if given is None else given.device
+        mode = self._mode if len(self._codes) == 1 else self._mode_of_modules()
+        if (device, mode) != (self._device, self._mode):
+            self._write(device, mode)
         found = self.body(*values)
-        if self._output is None:
+        if self._codes[mode].output is None:
             return tuple(found)
         leaves = iter(found)
-        return tree_map(lambda _: next(leaves), self._output)
+        return tree_map(lambda _: next(leaves), self._codes[mode].output)
 
-    def _place(self, device: torch.device) -> None:
-        """Moves tensor creation in the code from the trace's device to another."""
+    def _mode_of_modules(self) -> bool:
+        nodes = [one for one in self.body.graph.nodes if one.op == "call_module"]
+        modes = {
+            one.target: self.body.get_submodule(one.target).training for one in nodes
+        }
+        if len(set(modes.values())) > 1:
+            raise ConfigError(
+                f"code between {', '.join(modes)} differs between training and "
+                "evaluation, and some of these modules are in training, some not; put "
+                "them into one mode, or cut between them (split_points=)"
+            )
+        return next(iter(modes.values()))
+
+    def _write(self, device: torch.device, mode: bool) -> None:
+        """Makes the body run the code of a mode, with new tensors on a device."""
+        old = self._device
 
         def placed(value: Any) -> Any:
-            is_old = isinstance(value, torch.device) and value == self._device
-            return device if is_old else value
+            return device if isinstance(value, torch.device) and value == old else value
 
-        for node in self.body.graph.nodes:
-            node.args = fx.node.map_aggregate(node.args, placed)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
-        self.body.recompile()
-        self._device = device
+        for code in self._codes.values():
+            for node in code.graph.nodes:
+                node.args = fx.node.map_aggregate(node.args, placed)
+                node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
+        self._device, self._mode = device, mode
+        self.body.graph = self._codes[mode].graph  # compiles it
 
 
 @final
 class FirstSegment(nn.Module):
     """The first part, with the arguments of the model's forward.
 
+    Attributes:
+        arguments: arguments of the model's trace.
+        own_loss: the loss that the model computes itself in training, if any.
+
     Args:
         rest: the part's code.
-        arguments: arguments of the model's trace.
-        own_loss: the loss that the model computes itself, if any.
+        trace: the model's trace.
     """
 
-    def __init__(
-        self, rest: Segment, arguments: Arguments, own_loss: OwnLoss | None
-    ) -> None:
+    def __init__(self, rest: Segment, trace: ModelTrace) -> None:
         super().__init__()
-        self.rest = rest
-        self.arguments, self.own_loss = arguments, own_loss
+        self.rest, self.arguments = rest, trace.arguments
+        training = trace.codes.get(True)
+        self.own_loss = training and find_own_loss(
+            training.graph, training.output, trace.arguments
+        )
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Runs the part on a batch like the sample, of any size."""
@@ -170,34 +187,70 @@ def _cut(
     model: nn.Module,
     points: SplitPoints | None,
     sample: Any,
-    trace_by: Callable[[nn.Module, Mapping[int, str], Any], CallTrace],
+    trace_by: Callable[[nn.Module, Mapping[int, str], Any], ModelTrace],
 ) -> list[nn.Module]:
     choice = at_blocks(model) if points is None else at_points(model, points)
     whole = {id(model.get_submodule(name)): name for name in choice.whole}
     trace = trace_by(model, whole, sample)
-    parts = _parts(trace.graph, choice)
-    if choice.merges:
-        parts = _merged(parts, model)
-    ends = _live(trace.graph, parts)
+    layers = _layers(model, choice, trace)
     made: list[nn.Module] = []
-    for index, nodes in enumerate(parts):
-        graph = _graph(nodes, ends[index], ends[index + 1], trace.is_cached)
-        body = fx.GraphModule(_root(model, trace.used, graph, nodes), graph)
-        _keep_out_of_state(body, model)
-        output = trace.output if index == len(parts) - 1 else None
-        segment = Segment(body, trace.device, output)
+    for index, codes in enumerate(layers):
+        body = _body(model, trace.held, codes)
+        segment = Segment(body, codes, trace.device)
         if trace.is_cached:
             made.append(CachedSegment(segment, None if index else trace.arguments))
         else:
-            loss = find_own_loss(trace.graph, trace.output, trace.arguments)
-            first = FirstSegment(segment, trace.arguments, loss)
-            made.append(segment if index else first)
+            made.append(segment if index else FirstSegment(segment, trace))
     _check_buffers(trace.changed, made)
-    called = {node.args[0] for node in trace.graph.nodes if node.target is call_whole}
+    called = {name for one in trace.codes.values() for name in _called(one.graph.nodes)}
     for name in choice.whole:
         if name not in called:  # unused by forward, but part of the model's state
             body.add_submodule(name, model.get_submodule(name))
     return made
+
+
+def _layers(
+    model: nn.Module, choice: CutChoice, trace: ModelTrace
+) -> list[dict[bool, Code]]:
+    """Cuts the traces into the codes of each layer.
+
+    Raises:
+        ConfigError: training and evaluation call different submodules.
+    """
+    made: dict[bool, list[Code]] = {}
+    called: list[list[list[str]]] = []
+    for mode, one in trace.codes.items():
+        parts = _parts(one.graph, choice)
+        if choice.merges:
+            parts = _merged(parts, model)
+        ends = _live(one.graph, parts)
+        outputs = [None] * (len(parts) - 1) + [one.output]
+        made[mode] = [
+            Code(_graph(nodes, ends[i], ends[i + 1], trace.is_cached), outputs[i])
+            for i, nodes in enumerate(parts)
+        ]
+        called.append([_called(nodes) for nodes in parts])
+    if called[0] != called[-1]:
+        names = [{name for each in one for name in each} for one in called]
+        raise ConfigError(
+            "forward calls other submodules in training than in evaluation "
+            f"({', '.join(sorted(names[0] ^ names[-1])) or 'in another order'}); "
+            f"{REMEDY}"
+        )
+    codes = [
+        dict(zip(made, each, strict=True)) for each in zip(*made.values(), strict=True)
+    ]
+    return [
+        each if _differ(*each.values()) else dict([*each.items()][:1]) for each in codes
+    ]
+
+
+def _differ(one: Code, other: Code | None = None) -> bool:
+    """True if the codes of two modes differ."""
+    return other is not None and (
+        texts(one.graph) != texts(other.graph)
+        or tree_structure(one.output) != tree_structure(other.output)
+    )
 
 
 def _check_buffers(
@@ -239,8 +292,7 @@ def _merged(parts: list[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]
     """Joins layers without parameters, which no optimizer accepts, to neighbours."""
 
     def learns(nodes: list[fx.Node]) -> bool:
-        called = [str(one.args[0]) for one in nodes if one.target is call_whole]
-        return any(has_parameters(model.get_submodule(name)) for name in called)
+        return any(has_parameters(model.get_submodule(name)) for name in _called(nodes))
 
     made = [parts[0]]
     for nodes in parts[1:]:
@@ -251,6 +303,11 @@ def _merged(parts: list[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]
     if len(made) > 1 and not learns(made[-1]):
         made[-2:] = [made[-2] + made[-1]]
     return made
+
+
+def _called(nodes: Iterable[fx.Node]) -> list[str]:
+    """Names of the submodules that a layer calls, in order."""
+    return [str(one.args[0]) for one in nodes if one.target is call_whole]
 
 
 def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
@@ -325,32 +382,22 @@ def _viewed(node: Any) -> Any:
     return node
 
 
-def _root(
-    model: nn.Module,
-    used: Mapping[str, torch.Tensor | None],
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-) -> dict[str, Any]:
-    """The model's own objects that a layer's graph uses, by name."""
-    root: dict[str, Any] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            if used[node.target] is None:
-                raise ConfigError(
-                    f"forward makes a tensor of constants {where(nodes[0])} or later "
-                    f"in that layer; register it as a buffer of the model, or {REMEDY}"
-                )
-            root[node.target] = used[node.target]
-        elif node.op == "call_module":
-            root[node.target] = model.get_submodule(node.target)
-    return root
-
-
-def _keep_out_of_state(body: fx.GraphModule, model: nn.Module) -> None:
-    """Marks buffers as non-persistent that the model does not save."""
-    state = model.state_dict(keep_vars=True)
-    saved = {id(one) for one in state.values()}
-    for name, one in list(body.named_buffers(recurse=False)):
-        if id(one) not in saved:
-            delattr(body, name)
-            body.register_buffer(name, one, persistent=False)
+def _body(
+    model: nn.Module, held: Mapping[str, torch.Tensor], codes: Mapping[bool, Code]
+) -> fx.GraphModule:
+    """Module of the model's own objects that a layer's codes use."""
+    nodes = [node for code in codes.values() for node in code.graph.nodes]
+    root: dict[str, Any] = {
+        node.target: model.get_submodule(node.target)
+        for node in nodes
+        if node.op == "call_module"
+    }
+    used = {node.target: held[node.target] for node in nodes if node.op == "get_attr"}
+    body = fx.GraphModule({**root, **used}, next(iter(codes.values())).graph)
+    saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
+    for name, one in used.items():
+        if isinstance(one, nn.Parameter):
+            body.register_parameter(name, one)
+        else:
+            body.register_buffer(name, one, persistent=id(one) in saved)
+    return body

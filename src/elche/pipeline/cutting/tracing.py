@@ -7,60 +7,65 @@ user's own module, with its name, hooks, mode and random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from elche.errors import ConfigError
-from elche.pipeline.cutting.arguments import Arguments
+from elche.pipeline.cutting.arguments import REMEDY, Arguments
+from elche.pipeline.cutting.between import settle
 from elche.pipeline.cutting.caching import cached_arguments, traced_forward
-from elche.pipeline.cutting.whole_calls import REMEDY, ModuleCalls, call_whole
+from elche.pipeline.cutting.stand_ins import StandIns
+from elche.pipeline.cutting.whole_calls import ModuleCalls
 from elche.pipeline.stage import modes_kept
 from elche.torch_internals.batches import tree_leaves, tree_map
-from elche.torch_internals.held import held_buffers, held_parameters, version
-from elche.torch_internals.passes import FakeTensorMode
 
 
 @final
 @dataclass(frozen=True)
-class CallTrace:
-    """Trace of a forward between the uncut submodules.
+class Code:
+    """Traced code of a model, or of a layer, in one mode.
 
     Attributes:
-        graph: graph with a node of :func:`call_whole` for each submodule call; returns
-            the output's tensors in a list.
-        used: parameters and buffers used by the traced code, by the graph's names; None
-            for a constant that forward makes.
-        changed: buffers that forward changes in training, by the model's names.
+        graph: the code, with a node for each call of an uncut submodule.
+        output: structure of the model's output, with placeholder tensors; None for a
+            layer that is not its last.
+    """
+
+    graph: fx.Graph
+    output: Any = None
+
+
+@final
+@dataclass(frozen=True)
+class ModelTrace:
+    """Traces of a model.
+
+    Attributes:
+        codes: code in training (True) and in evaluation.
+        held: the model's parameters and buffers, by their names in the graphs.
+        changed: buffers that forward changes, by the model's names.
         arguments: arguments of the traced forward.
-        output: structure of forward's output, with placeholder tensors.
         device: device of the trace.
         is_cached: whether modules receive a cache, as `CACHE_MARK`.
     """
 
-    graph: fx.Graph
-    used: dict[str, torch.Tensor | None]
+    codes: dict[bool, Code]
+    held: dict[str, torch.Tensor]
     changed: dict[str, torch.Tensor]
     arguments: Arguments
-    output: Any
     device: torch.device
     is_cached: bool = False
 
 
-def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
-    """Traces a model.
+def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> ModelTrace:
+    """Traces a model in training and in evaluation.
 
     Args:
         model: the user's model, possibly on the meta device; it is not modified.
@@ -68,17 +73,10 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
         sample: one microbatch of its input.
 
     Raises:
-        ConfigError: the code between the submodules cannot be traced, or differs
-            between training and evaluation.
+        ConfigError: the code between the submodules cannot be traced.
     """
-    device = _device_of(model)
-    with modes_kept([model]):
-        found, evaluated = (
-            _trace(model.train(mode), whole, Arguments.read(model, sample, device))
-            for mode in (True, False)
-        )
-    _compare(found.graph, evaluated.graph)
-    return found
+    arguments = Arguments.read(model, sample, _device_of(model))
+    return _trace(model, whole, arguments, (True, False))
 
 
 def trace_again(
@@ -87,7 +85,7 @@ def trace_again(
     sample: Any,
     omitted: Collection[str],
     has_cache: bool,
-) -> CallTrace:
+) -> ModelTrace:
     """Traces a model in evaluation; see `elche.pipeline.cutting.segments.cut_again`.
 
     Args:
@@ -103,9 +101,8 @@ def trace_again(
     devices = {one.device for one in (*model.parameters(), *model.buffers())}
     device = devices.pop() if len(devices) == 1 else torch.device("meta")
     read = cached_arguments if has_cache else Arguments.read
-    with modes_kept([model]):
-        arguments = read(model, sample, device, omitted)
-        return _trace(model.eval(), whole, arguments, is_cached=has_cache)
+    arguments = read(model, sample, device, omitted)
+    return _trace(model, whole, arguments, (False,), is_cached=has_cache)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -126,16 +123,14 @@ def _trace(
     model: nn.Module,
     whole: Mapping[int, str],
     arguments: Arguments,
+    modes: Sequence[bool],
     is_cached: bool = False,
-) -> CallTrace:
-    device = arguments.device
-    shapes = ShapeEnv(duck_shape=False)
-    mode = FakeTensorMode(shape_env=shapes)
-    stand_ins = _StandIns(model, mode, device)
-    fakes = [mode.from_tensor(one, symbolic_context=_dynamic(one)) for one in arguments]
+) -> ModelTrace:
+    stand_ins = StandIns(model, arguments)
+    fakes, mode = stand_ins.inputs, stand_ins.mode
     symbols = [[_expression(size) for size in fake.shape] for fake in fakes]
+    watch = ModuleCalls(model, whole, stand_ins)
     outputs: list[Any] = []
-    watch = ModuleCalls(model, whole)
 
     def forward(*tensors: torch.Tensor) -> list[Any]:
         # Patched inside forward: the tracer has installed its own hook before.
@@ -145,8 +140,15 @@ def _trace(
             outputs.append(found)
         return tree_leaves(outputs[-1])
 
-    with _refusing(watch), torch.enable_grad(), mode:
-        made = make_fx(forward, pre_dispatch=True)(*fakes)
+    codes: dict[bool, Code] = {}
+    nothing = torch.empty(0, device="cpu")
+    for is_training in modes:
+        with modes_kept([model]), _refusing(watch), torch.enable_grad(), mode:
+            model.train(is_training)
+            made = make_fx(forward, pre_dispatch=True)(*fakes)
+        graph = settle(made, stand_ins.names)
+        output = tree_map(lambda one: nothing, outputs[-1])
+        codes[is_training] = Code(graph, output)
     sizes = [[_expression(size) for size in fake.shape] for fake in fakes]
     fixed = [[_number(size) for size in row] for row in sizes]
     if _number(arguments.learn_dimensions(sizes)) is not None:
@@ -155,18 +157,15 @@ def _trace(
             f"the sample, {arguments.samples}; compute it from the input's shape, or "
             "cut by hand with split=lambda model: [...]"
         )
-    _drop_empty_modes(made.graph)
     # No guard holds for a cache's length and the new positions (later just one).
-    guards = [] if is_cached else [one.expr for one in shapes.guards]
+    guards = [] if is_cached else [one.expr for one in mode.shape_env.guards]
     arguments.learn_sizes(symbols, fixed, guards)
-    nothing = torch.empty(0, device="cpu")
-    return CallTrace(
-        graph=made.graph,
-        used=stand_ins.used(made),
+    return ModelTrace(
+        codes=codes,
+        held=stand_ins.held,
         changed=stand_ins.changed(),
         arguments=arguments,
-        output=tree_map(lambda one: nothing, outputs[-1]),
-        device=device,
+        device=arguments.device,
         is_cached=is_cached,
     )
 
@@ -195,68 +194,6 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
         ) from error
 
 
-@final
-class _StandIns:
-    """Fake tensors for parameters and buffers, so that forward changes no real ones.
-
-    BatchNorm, for example, counts its batches.
-
-    Args:
-        model: model with the real tensors.
-        mode: fake tensor mode.
-        device: device of the fake tensors.
-    """
-
-    def __init__(
-        self, model: nn.Module, mode: FakeTensorMode, device: torch.device
-    ) -> None:
-        self._model = model
-        self._named = dict((*model.named_parameters(), *model.named_buffers()))
-        self._fakes = {
-            id(one): mode.from_tensor(
-                one if one.device == device else torch.empty_like(one, device=device),
-                static_shapes=True,
-            )
-            for one in self._named.values()
-        }
-        self._versions = {key: version(fake) for key, fake in self._fakes.items()}
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """Puts the fake tensors into the model, and restores the real ones afterwards.
-
-        `torch.func.functional_call` would leave them in a module that is used twice.
-        """
-        slots = [
-            (held, name, one)
-            for module in self._model.modules()
-            for held in (held_parameters(module), held_buffers(module))
-            for name, one in held.items()
-            if one is not None
-        ]
-        try:
-            for held, name, one in slots:
-                held[name] = self._fakes[id(one)]
-            yield
-        finally:
-            for held, name, one in slots:
-                held[name] = one
-
-    def used(self, made: fx.GraphModule) -> dict[str, torch.Tensor | None]:
-        """Tensors used by a trace, by name; None for its own constants."""
-        real = {id(self._fakes[id(one)]): one for one in self._named.values()}
-        names = [node.target for node in made.graph.nodes if node.op == "get_attr"]
-        return {name: real.get(id(getattr(made, name))) for name in names}
-
-    def changed(self) -> dict[str, torch.Tensor]:
-        """Tensors that forward has written to, by the model's names."""
-        return {
-            name: one
-            for name, one in self._named.items()
-            if version(self._fakes[id(one)]) != self._versions[id(one)]
-        }
-
-
 def _expression(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.expr
 
@@ -265,85 +202,3 @@ def _number(expression: Any) -> int | None:
     """The number that a size became in a trace; None if it is still symbolic."""
     is_number = isinstance(expression, int) or expression.is_number
     return int(expression) if is_number else None
-
-
-def _dynamic(tensor: torch.Tensor) -> StatelessSymbolicContext[Any, Any]:
-    return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
-
-
-def _drop_empty_modes(graph: fx.Graph) -> None:
-    """Drops switches of no_grad or autocast around calls of uncut modules.
-
-    The modules set the switches themselves when they run.
-
-    Raises:
-        ConfigError: there is traced code between two switches.
-    """
-    while True:
-        nodes = list(graph.nodes)
-        pairs = [
-            (one, other)
-            for one, other in pairwise(nodes)
-            if _switches(one) and _switches(other)
-        ]
-        if not pairs:
-            break
-        for node in reversed(pairs[0]):
-            graph.erase_node(node)
-    left = next((one for one in graph.nodes if _switches(one)), None)
-    if left is not None:
-        raise ConfigError(
-            f"forward uses {left.target!s} around code {where(left)}, which a cut "
-            f"might tear apart; {REMEDY}"
-        )
-
-
-def _switches(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and name.endswith(
-        ("set_grad_enabled", "enter_autocast", "exit_autocast")
-    )
-
-
-def _compare(trained: fx.Graph, evaluated: fx.Graph) -> None:
-    """Raises unless both graphs are the same.
-
-    Raises:
-        ConfigError: they differ; the message names the submodules around the
-            difference.
-    """
-    rows = [_texts(graph) for graph in (trained, evaluated)]
-    if rows[0] == rows[1]:
-        return
-    nodes = list(trained.nodes)
-    at = next(
-        (i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b),
-        min(map(len, rows)) - 1,
-    )
-    raise ConfigError(
-        f"forward differs between training and evaluation {where(nodes[at])} "
-        f"({nodes[at].name}), such as dropout as a function: make it a module "
-        f"(nn.Dropout); {REMEDY}"
-    )
-
-
-def _texts(graph: fx.Graph) -> list[str]:
-    """Texts of a graph's nodes, with nodes numbered, since names may differ."""
-    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    return [
-        str(fx.node.map_arg((str(one.target), one.args, one.kwargs), number.get))
-        for one in graph.nodes
-    ]
-
-
-def where(node: fx.Node) -> str:
-    """Text that names the submodules before and after a node, for messages."""
-    before, after, is_seen = "the input", "the output", False
-    for one in node.graph.nodes:
-        is_seen = is_seen or one is node
-        if one.target is call_whole and one is not node:
-            if is_seen:
-                after = str(one.args[0])
-                break
-            before = str(one.args[0])
-    return f"between {before} and {after}"

@@ -1,8 +1,15 @@
-"""Calls of modules while a model is traced; an uncut module becomes one node."""
+"""Calls of modules while a model is traced; an uncut module becomes one node.
+
+Of calls that are alike one is run. Such are calls of modules with equal classes,
+attributes, modes and sizes of parameters, on inputs of equal sizes and plain values. An
+attribute like `layer_idx` may differ, if it is the module's place in its list.
+"""
 
 from __future__ import annotations
 
 import operator
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
@@ -16,13 +23,12 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from elche.errors import ConfigError
-from elche.torch_internals.batches import tree_leaves
+from elche.pipeline.cutting.stand_ins import StandIns
+from elche.torch_internals.batches import tree_leaves, tree_map
+from elche.torch_internals.held import version
 
-REMEDY = (
-    "put that code into a submodule of its own, or cut by hand with "
-    "split=lambda model: [...]"
-)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
+_PLACE = re.compile(r"(idx|index|layer_id|layer_number)$")
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -38,13 +44,18 @@ class ModuleCalls:
     Args:
         model: model to trace.
         whole: names of uncut submodules, by id.
+        stand_ins: fake tensors of the model.
 
     Attributes:
         inside: innermost module of the calls in progress when an error occurred.
     """
 
-    def __init__(self, model: nn.Module, whole: Mapping[int, str]) -> None:
+    def __init__(
+        self, model: nn.Module, whole: Mapping[int, str], stand_ins: StandIns
+    ) -> None:
         self._whole = whole
+        self._stand_ins = stand_ins
+        self._results: dict[Any, tuple[Any, list[str], Any]] = {}
         self._names = {id(one): name for name, one in model.named_modules()}
         # Some classes override `__call__` itself, for activation checkpointing.
         self._owners = {
@@ -79,7 +90,7 @@ class ModuleCalls:
             )
             self.inside = self._stack[-1]
             if id(module) in self._whole:
-                found = self._record(module, call, args, keywords)
+                found = self._record(module, args, keywords)
             else:
                 found = call(module, *args, **keywords)
             self._stack.pop()
@@ -91,7 +102,6 @@ class ModuleCalls:
     def _record(
         self,
         module: nn.Module,
-        call: Callable[..., Any],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
@@ -99,11 +109,11 @@ class ModuleCalls:
         assert mode is not None, "only while tracing"
         tracer: Any = mode.tracer
         given = self._proxies((args, keywords), tracer)
+        name = self._whole[id(module)]
         self._opaque += 1
         with disable_proxy_modes_tracing():
-            found = call(module, *args, **keywords)
+            found = self._result(name, module, args, keywords)
         self._opaque -= 1
-        name = self._whole[id(module)]
         node = tracer.create_proxy("call_function", call_whole, (name, *given), {})
         if isinstance(found, torch.Tensor):
             track_tensor_tree(found, node, constant=None, tracer=tracer)
@@ -115,6 +125,39 @@ class ModuleCalls:
                 proxy = tracer.create_proxy("call_function", operator.getitem, each, {})
                 track_tensor_tree(one, proxy, constant=None, tracer=tracer)
         return found
+
+    def _result(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], keywords: Any
+    ) -> Any:
+        """Output of a call, with fake tensors."""
+        key = _likeness(name, module), _form((args, keywords))
+        if key in self._results:
+            for buffer in self._results[key][1]:
+                module.get_buffer(buffer).zero_()  # marks it as changed
+        else:
+            before = {own: version(one) for own, one in module.named_buffers()}
+            found = self._run(module, args, keywords)
+            after = module.named_buffers()
+            changed = [own for own, one in after if version(one) != before.get(own)]
+            # The arguments are kept because the key has ids of objects in them.
+            self._results[key] = found, changed, (args, keywords)
+        return tree_map(
+            lambda one: one.clone() if isinstance(one, torch.Tensor) else one,
+            self._results[key][0],
+        )
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], keywords: Any) -> Any:
+        unbacked = self._stand_ins.mode.shape_env.pending_fresh_unbacked_symbols
+        known = len(unbacked)
+        try:
+            return module(*args, **keywords)
+        except Exception as error:
+            try:
+                return self._stand_ins.computed(module, args, keywords)
+            except Exception:
+                raise error from None
+        finally:
+            del unbacked[known:]  # sizes that are the module's own affair
 
     def _proxies(self, value: Any, tracer: Any) -> Any:
         """Replaces tensors in a call's arguments by the trace's proxies."""
@@ -134,3 +177,36 @@ class ModuleCalls:
             'sample={"input_ids": ..., "use_cache": False}, or cut by hand with '
             "split=lambda model: [...]"
         )
+
+
+def _likeness(name: str, module: nn.Module) -> Any:
+    place = name.rpartition(".")[2]
+
+    def attributes(one: nn.Module) -> Iterator[Any]:
+        for key, value in vars(one).items():
+            if key != "_modules" and not (_PLACE.search(key) and str(value) == place):
+                yield key, _form(value)
+
+    return tuple(
+        (own, type(one), *attributes(one))
+        for own, one in module.named_modules(remove_duplicate=False)
+    )
+
+
+def _form(value: Any) -> Any:
+    """A hashable value, equal for values that are alike."""
+    if isinstance(value, torch.Tensor):
+        sizes = *value.shape, None, *value.stride()
+        kind = type(value), value.dtype, value.device, value.requires_grad
+        return *kind, *map(str, sizes)
+    if isinstance(value, _SYMBOLS):
+        return str(value)
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if type(value) in (tuple, list, torch.Size):
+        return type(value), tuple(map(_form, value))
+    if type(value) is set:
+        return frozenset(map(_form, value))
+    if type(value) in (dict, OrderedDict):
+        return tuple((key, _form(one)) for key, one in value.items())
+    return id(value)

@@ -22,6 +22,7 @@
 #include <chrono>
 #include <functional>
 #include <future>
+#include <map>
 
 namespace test_device {
 
@@ -34,8 +35,18 @@ using Task = std::function<void()>;
 // Time at which a stream reached a point of its queue; ready once it has.
 using Mark = std::shared_future<Clock::time_point>;
 
+// An object that is never destroyed: streams' threads outlive static destructors.
+template <class T>
+T& forever() {
+  static auto* made = new T;
+  return *made;
+}
+
 // Every value may change while streams run; kernels read them when they start.
 struct Settings {
+  Settings() {
+    for (auto& each : memory_bytes) each = size_t(1) << 30;
+  }
   std::atomic<int> device_count{2};
   // Longest delay before a kernel (µs), on default streams and on all others; with a seed
   // every delay is drawn below it, else it is the same for all.
@@ -45,7 +56,7 @@ struct Settings {
   std::array<std::atomic<double>, MAX_DEVICES> kernel_us{}, element_ns{};
   std::array<std::atomic<size_t>, MAX_DEVICES> memory_bytes{};
 };
-Settings& settings();
+inline Settings& settings() { return forever<Settings>(); }
 
 // ---- streams.cpp
 
@@ -84,19 +95,22 @@ void stop();
 
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
-bool is_pinned(const void* pointer);
-// Pinned memory is freed only after what `stream` has been given so far.
-void record_pinned(const void* pointer, const c10::Stream& stream);
+// True if the pointer lies in pinned memory, which is freed only after what `user` has been
+// given by then.
+bool is_pinned(const void* pointer, const c10::Stream* user = nullptr);
 // Where the streams' threads find the memory of a device pointer.
 void* host_pointer(const void* device_pointer);
 // A CPU tensor over a device tensor's memory, for the streams' threads; keeps nothing alive.
 at::Tensor host_view(const at::Tensor& tensor);
 
+// ---- operators.cpp
+
+// Calls, by operator, that made the host wait.
+std::map<std::string, int64_t> host_operator_counts();
+
 // ---- guard.cpp
 
 void register_hooks();
 const at::Generator& default_generator(int device); // -1: of the current device
-// The CPU generator that draws for a generator of this device.
-at::Generator host_generator(const at::Generator& generator);
 
 } // namespace test_device

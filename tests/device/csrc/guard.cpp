@@ -66,26 +66,24 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// Draws as a CPU generator does, so that a seed gives the CPU's numbers.
-struct Generator final : public c10::GeneratorImpl {
-  explicit Generator(int device, at::Generator draws = at::detail::createCPUGenerator())
-      : GeneratorImpl(device_of(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        host(std::move(draws)) {}
-
-  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
-  void set_offset(uint64_t offset) override { host.set_offset(offset); }
-  uint64_t get_offset() const override { return host.get_offset(); }
-  uint64_t current_seed() const override { return host.current_seed(); }
-  uint64_t seed() override { return host.seed(); }
-  void set_state(const c10::TensorImpl& state) override {
-    host.unsafeGetGeneratorImpl()->set_state(state);
+// A CPU generator of this device, so that a seed gives the CPU's numbers.
+struct Generator final : public at::CPUGeneratorImpl {
+  explicit Generator(int device) {
+    device_ = device_of(device);
+    key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return host.unsafeGetGeneratorImpl()->get_state();
+  Generator* clone_impl() const override {
+    auto* made = new Generator(device().index());
+    made->set_state(*get_state());
+    return made;
   }
-  Generator* clone_impl() const override { return new Generator(device().index(), host.clone()); }
+};
 
-  at::Generator host;
+struct Generators : std::vector<at::Generator> {
+  Generators() {
+    for (int device = 0; device < MAX_DEVICES; device++)
+      push_back(at::make_generator<Generator>(device));
+  }
 };
 
 struct Hooks final : public at::PrivateUse1HooksInterface {
@@ -127,15 +125,7 @@ void register_hooks() {
 }
 
 const at::Generator& default_generator(int device) {
-  static auto* all = [] {
-    auto* made = new std::vector<at::Generator>;
-    for (int d = 0; d < MAX_DEVICES; d++) made->push_back(at::make_generator<Generator>(d));
-    return made;
-  }();
-  return all->at(device < 0 ? current_device() : device);
-}
-at::Generator host_generator(const at::Generator& generator) {
-  return generator.get<Generator>()->host;
+  return forever<Generators>().at(device < 0 ? current_device() : device);
 }
 
 } // namespace test_device

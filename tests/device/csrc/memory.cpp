@@ -19,24 +19,20 @@ using Lock = std::unique_lock<std::mutex>;
 using StreamId = std::pair<int, int64_t>; // device, stream
 constexpr size_t PAGE = 4096; // blocks are whole pages, so that freed ones can be given back
 constexpr int POISON = 0xFF; // NaN in every floating dtype, -1 in integers
+size_t in_pages(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
 // Addresses of a sparse file, each used once and mapped twice.
 class Arena {
  public:
-  Arena() {
-    TORCH_CHECK(file_ >= 0 && ftruncate(file_, SIZE) == 0, "test device: no memfd");
-    seen_ = map(PROT_NONE);
-    host_ = map(PROT_READ | PROT_WRITE);
-  }
-
   char* take(size_t bytes) {
     TORCH_CHECK(used_ + bytes <= SIZE, "test device: all addresses are used up");
     char* block = seen_ + std::exchange(used_, used_ + bytes);
     memset(host(block), POISON, bytes);
     return block;
   }
-  void release(const char* block, size_t bytes) {
-    fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, block - seen_, bytes);
+  void release(const void* block, size_t bytes) {
+    const auto offset = static_cast<const char*>(block) - seen_;
+    fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
   }
   char* host(const void* block) {
     const size_t offset = static_cast<const char*>(block) - seen_; // huge where negative
@@ -47,6 +43,7 @@ class Arena {
  private:
   static constexpr size_t SIZE = size_t(1) << 40;
   char* map(int protection) {
+    TORCH_CHECK(file_ >= 0 && ftruncate(file_, SIZE) == 0, "test device: no memfd");
     void* start = mmap(nullptr, SIZE, protection, MAP_SHARED | MAP_NORESERVE, file_, 0);
     TORCH_CHECK(start != MAP_FAILED, "test device: cannot map its memory");
     madvise(start, SIZE, MADV_DONTDUMP); // a core dump would have this size
@@ -54,19 +51,23 @@ class Arena {
   }
 
   const int file_ = memfd_create("test-device", MFD_CLOEXEC);
-  char *seen_, *host_;
+  char *const seen_ = map(PROT_NONE), *const host_ = map(PROT_READ | PROT_WRITE);
   size_t used_ = 0;
 };
-Arena& arena() {
-  static auto* made = new Arena;
-  return *made;
-}
+Arena& arena() { return forever<Arena>(); }
 
 struct Block {
-  StreamId stream; // that it was allocated on
-  size_t bytes; // rounded up
-  std::set<int64_t> also{}; // streams that record_stream named
+  StreamId own; // stream that it was allocated on
+  size_t bytes;
+  std::set<StreamId> streams; // that use it
 };
+
+// Runs `last` when the streams have done what they were given so far: in the thread of the
+// last of them, or in this one. No lock may be held.
+void after(const std::set<StreamId>& streams, Task last) {
+  const std::shared_ptr<void> all(nullptr, [run = std::move(last)](void*) { run(); });
+  for (const auto& [device, id] : streams) enqueue(stream_of(device, id), [all] {});
+}
 
 // Keeps freed blocks for allocations of the same size on the same stream, as the order of
 // tasks in a stream allows. A block's memory is poisoned in that order too.
@@ -74,10 +75,11 @@ class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const int device = current_device();
-    const c10::Device where(TYPE, static_cast<c10::DeviceIndex>(device));
-    if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, where};
+    const auto stream = current_stream(device);
+    if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, stream.device()};
     use_in_this_process();
-    const Block block{{device, current_stream(device).id()}, (bytes + PAGE - 1) / PAGE * PAGE};
+    const StreamId own{device, stream.id()};
+    const Block block{own, in_pages(bytes), {own}};
     void* pointer = take(block);
     if (!pointer) { // frees what is cached, and what recorded streams still use
       release_cached(device);
@@ -86,73 +88,57 @@ class Allocator final : public c10::DeviceAllocator {
     TORCH_CHECK_WITH(
         OutOfMemoryError, pointer, "test device ", device, ": out of memory: tried to allocate ",
         bytes, " bytes, limit ", settings().memory_bytes[device]);
-    return {pointer, pointer, raw_deleter(), where};
+    return {pointer, pointer, raw_deleter(), stream.device()};
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return [](void* pointer) { static_cast<Allocator*>(device_allocator())->free(pointer); };
+    return [](void* pointer) { forever<Allocator>().free(pointer); };
   }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    synchronize_device(current_device());
-    memcpy(host_pointer(to), host_pointer(from), bytes);
+  void copy_data(void*, const void*, size_t) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "test device: no lazy copies");
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {
+  void emptyCache(c10::MempoolId_t /*pool*/) override {
     for (int device = 0; device < settings().device_count; device++) release_cached(device);
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     Lock lock(mutex_);
     const auto found = blocks_.find(data.get());
-    if (found != blocks_.end() && found->second.stream.second != stream.id())
-      found->second.also.insert(stream.id());
+    if (found != blocks_.end())
+      found->second.streams.emplace(stream.device_index(), stream.id());
   }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    Lock lock(mutex_);
-    c10::CachingDeviceAllocator::DeviceStats stats;
-    const auto& usage = usage_.at(device);
-    for (auto* each : {&stats.allocated_bytes[0], &stats.active_bytes[0]}) {
-      each->current = usage.active;
-      each->peak = usage.active_peak;
-    }
-    stats.reserved_bytes[0].current = usage.reserved;
-    stats.reserved_bytes[0].peak = usage.reserved_peak;
-    return stats;
+    return Lock(mutex_), stats_.at(device);
   }
-  void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {} // it keeps none
+  void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {} // nobody reads them
   void resetPeakStats(c10::DeviceIndex device) override {
     Lock lock(mutex_);
-    usage_.at(device).active_peak = usage_.at(device).active;
-    usage_.at(device).reserved_peak = usage_.at(device).reserved;
+    auto& all = stats_.at(device);
+    for (auto* each : {&all.allocated_bytes, &all.active_bytes, &all.reserved_bytes})
+      (*each)[0].reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    Lock lock(mutex_);
+    const size_t reserved = getDeviceStats(device).reserved_bytes[0].current;
     const size_t total = settings().memory_bytes.at(device);
-    return {total - std::min<size_t>(total, usage_.at(device).reserved), total};
+    return {total - std::min(total, reserved), total};
   }
 
  private:
-  struct Usage {
-    int64_t active = 0, active_peak = 0, reserved = 0, reserved_peak = 0; // bytes
-  };
-
   // A cached block or a new one; nullptr where the device's limit forbids it.
   void* take(const Block& block) {
     Lock lock(mutex_);
-    Usage& usage = usage_[block.stream.first];
-    auto& cached = cached_[{block.stream, block.bytes}];
-    void* pointer = nullptr;
-    if (!cached.empty()) {
-      pointer = cached.back();
-      cached.pop_back();
-    } else {
-      if (usage.reserved + block.bytes > settings().memory_bytes[block.stream.first])
-        return nullptr;
-      pointer = arena().take(block.bytes);
-      usage.reserved += block.bytes;
-      usage.reserved_peak = std::max(usage.reserved_peak, usage.reserved);
+    auto& stats = stats_[block.own.first];
+    auto& cached = cached_[{block.own, block.bytes}];
+    if (cached.empty()) {
+      const size_t reserved = stats.reserved_bytes[0].current + block.bytes;
+      if (reserved > settings().memory_bytes[block.own.first]) return nullptr;
+      cached.push_back(arena().take(block.bytes));
+      stats.reserved_bytes[0].increase(block.bytes);
     }
-    usage.active += block.bytes;
-    usage.active_peak = std::max(usage.active_peak, usage.active);
+    void* pointer = cached.back();
+    cached.pop_back();
+    stats.allocated_bytes[0].increase(block.bytes);
+    stats.active_bytes[0].increase(block.bytes);
     blocks_.emplace(pointer, block);
     return pointer;
   }
@@ -161,24 +147,21 @@ class Allocator final : public c10::DeviceAllocator {
     if (is_in_bad_fork()) return;
     Lock lock(mutex_);
     const Block block = blocks_.extract(pointer).mapped();
-    usage_[block.stream.first].active -= block.bytes;
+    auto& stats = stats_[block.own.first];
+    stats.allocated_bytes[0].decrease(block.bytes);
+    stats.active_bytes[0].decrease(block.bytes);
     const auto poison = [pointer, block] { memset(host_pointer(pointer), POISON, block.bytes); };
-    const auto [device, own] = block.stream;
-    if (block.also.empty()) { // later tasks of its stream run after the poison
-      enqueue(stream_of(device, own), poison);
-      cached_[{block.stream, block.bytes}].push_back(pointer);
-      return;
+    const auto cache = [=, this] { cached_[{block.own, block.bytes}].push_back(pointer); };
+    if (block.streams.size() == 1) { // later tasks of its stream run after the poison
+      enqueue(stream_of(block.own.first, block.own.second), poison);
+      return cache();
     }
-    // The last of the streams that use it poisons it.
-    const std::shared_ptr<void> last(pointer, [this, block, poison](void* freed) {
+    lock.unlock();
+    after(block.streams, [this, poison, cache] {
       poison();
       Lock lock(mutex_);
-      cached_[{block.stream, block.bytes}].push_back(freed);
+      cache();
     });
-    auto streams = block.also;
-    streams.insert(own);
-    for (const int64_t id : streams) enqueue(stream_of(device, id), [last] {});
-    lock.unlock(); // `last` may end here
   }
 
   void release_cached(int device) {
@@ -186,8 +169,8 @@ class Allocator final : public c10::DeviceAllocator {
     Lock lock(mutex_);
     for (auto& [place, pointers] : cached_) {
       if (place.first.first != device) continue;
-      for (void* each : pointers) arena().release(static_cast<char*>(each), place.second);
-      usage_[device].reserved -= place.second * pointers.size();
+      for (void* each : pointers) arena().release(each, place.second);
+      stats_[device].reserved_bytes[0].decrease(place.second * pointers.size());
       pointers.clear();
     }
   }
@@ -195,7 +178,7 @@ class Allocator final : public c10::DeviceAllocator {
   std::mutex mutex_;
   std::map<void*, Block> blocks_; // in use
   std::map<std::pair<StreamId, size_t>, std::vector<void*>> cached_;
-  std::array<Usage, MAX_DEVICES> usage_;
+  std::array<c10::CachingDeviceAllocator::DeviceStats, MAX_DEVICES> stats_;
 };
 
 // Page-locked host memory; a block that streams still use is freed when they are done.
@@ -203,65 +186,49 @@ class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::kCPU};
-    void* pointer = std::aligned_alloc(PAGE, (bytes + PAGE - 1) / PAGE * PAGE);
+    void* pointer = std::aligned_alloc(PAGE, in_pages(bytes));
     if (!pointer) throw std::bad_alloc();
     Lock lock(mutex_);
-    blocks_.emplace(pointer, Used{bytes, {}});
+    blocks_.emplace(pointer, Block{{}, bytes, {}});
     return {pointer, pointer, raw_deleter(), c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return [](void* pointer) { static_cast<PinnedAllocator*>(pinned_allocator())->free(pointer); };
+    return [](void* pointer) { forever<PinnedAllocator>().free(pointer); };
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     memcpy(to, from, bytes);
   }
 
-  // Whether the pointer lies in pinned memory; `stream`, if any, uses that from now on.
+  // True if the pointer lies in pinned memory; `stream`, if any, uses that from now on.
   bool find(const void* pointer, const c10::Stream* stream) {
     Lock lock(mutex_);
     auto found = blocks_.upper_bound(const_cast<void*>(pointer));
     if (found == blocks_.begin()) return false;
-    --found;
-    const auto offset = static_cast<const char*>(pointer) - static_cast<char*>(found->first);
-    if (static_cast<size_t>(offset) >= found->second.bytes) return false;
-    if (stream) found->second.streams.emplace(stream->device_index(), stream->id());
+    auto& [start, block] = *--found;
+    if (static_cast<const char*>(pointer) >= static_cast<char*>(start) + block.bytes) return false;
+    if (stream) block.streams.emplace(stream->device_index(), stream->id());
     return true;
   }
 
  private:
-  struct Used {
-    size_t bytes;
-    std::set<StreamId> streams;
-  };
-
   void free(void* pointer) {
     if (is_in_bad_fork()) return;
     Lock lock(mutex_);
-    const auto block = blocks_.extract(pointer);
-    const std::shared_ptr<void> last(pointer, std::free);
-    for (const auto& [device, id] : block.mapped().streams)
-      enqueue(stream_of(device, id), [last] {});
+    const Block block = blocks_.extract(pointer).mapped();
+    lock.unlock();
+    after(block.streams, [pointer] { std::free(pointer); });
   }
 
   std::mutex mutex_;
-  std::map<void*, Used> blocks_;
+  std::map<void*, Block> blocks_;
 };
 
 } // namespace
 
-c10::DeviceAllocator* device_allocator() {
-  static auto* made = new Allocator;
-  return made;
-}
-c10::Allocator* pinned_allocator() {
-  static auto* made = new PinnedAllocator;
-  return made;
-}
-bool is_pinned(const void* pointer) {
-  return static_cast<PinnedAllocator*>(pinned_allocator())->find(pointer, nullptr);
-}
-void record_pinned(const void* pointer, const c10::Stream& stream) {
-  static_cast<PinnedAllocator*>(pinned_allocator())->find(pointer, &stream);
+c10::DeviceAllocator* device_allocator() { return &forever<Allocator>(); }
+c10::Allocator* pinned_allocator() { return &forever<PinnedAllocator>(); }
+bool is_pinned(const void* pointer, const c10::Stream* user) {
+  return forever<PinnedAllocator>().find(pointer, user);
 }
 
 void* host_pointer(const void* device_pointer) { return arena().host(device_pointer); }

@@ -1,8 +1,10 @@
 // Operators: any CPU kernel as a task of a stream, and what cannot be one.
-#include "operators.h"
+#include "device.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
@@ -14,6 +16,7 @@ namespace test_device {
 namespace {
 
 using at::Tensor;
+using c10::IValue;
 using torch::jit::Stack;
 
 std::mutex counts_mutex;
@@ -21,57 +24,50 @@ std::map<std::string, int64_t> host_operators;
 
 bool is_here(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == TYPE; }
 
-// The argument with what `replace` returns for each of its tensors.
+// The arguments with what `replace` returns for each tensor, and with the type of the device
+// that a factory is given.
 template <class Replace>
-c10::IValue with_tensors(const c10::IValue& value, Replace replace) {
-  if (value.isTensor()) return replace(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<Tensor> list;
-    for (const Tensor& each : value.toTensorList()) list.push_back(replace(each));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> list;
-    for (std::optional<Tensor> each : value.toOptionalTensorList())
-      list.push_back(each ? std::optional(replace(*each)) : std::nullopt);
-    return list;
-  }
-  return value;
-}
-
-// The same for all arguments; `type` also replaces the device that a factory is given.
-template <class Replace>
-Stack with_tensors(const Stack& arguments, c10::DeviceType type, Replace replace) {
+Stack replaced(const Stack& arguments, c10::DeviceType type, Replace replace) {
   Stack result;
-  for (const auto& each : arguments)
-    result.push_back(
-        each.isDevice() ? c10::IValue(c10::Device(type)) : with_tensors(each, replace));
+  for (const IValue& each : arguments) {
+    if (each.isTensor()) {
+      result.emplace_back(replace(each.toTensor()));
+    } else if (each.isDevice()) {
+      result.emplace_back(c10::Device(type));
+    } else if (each.isTensorList() || each.isOptionalTensorList()) {
+      const auto list = each.toList().copy();
+      for (size_t n = 0; n < list.size(); n++)
+        if (const IValue item = list.get(n); item.isTensor()) list.set(n, replace(item.toTensor()));
+      result.emplace_back(list);
+    } else {
+      result.push_back(each);
+    }
+  }
   return result;
 }
 
-template <class Visit>
-void for_tensors(const Stack& arguments, Visit visit) {
-  with_tensors(arguments, TYPE, [&](const Tensor& tensor) {
-    if (tensor.defined()) visit(tensor);
+std::vector<Tensor> tensors_of(const Stack& arguments) {
+  std::vector<Tensor> found;
+  replaced(arguments, TYPE, [&](const Tensor& tensor) {
+    if (tensor.defined()) found.push_back(tensor);
     return tensor;
   });
+  return found;
 }
 
 // What a real device checks as well: one device, and of host tensors only numbers and indices.
-int device_of_arguments(const c10::OperatorHandle& op, const Stack& arguments) {
+int device_of_arguments(
+    const std::string& name, const Stack& arguments, const std::vector<Tensor>& tensors) {
   std::optional<c10::Device> found;
   for (const auto& each : arguments)
     if (each.isDevice() && each.toDevice().has_index()) found = each.toDevice();
-  const bool takes_indices = op.schema().name().find("index") != std::string::npos;
-  for_tensors(arguments, [&](const Tensor& tensor) {
-    if (is_here(tensor) && !found) found = tensor.device();
-  });
-  for_tensors(arguments, [&](const Tensor& tensor) {
+  for (const Tensor& each : tensors)
+    if (is_here(each) && !found) found = each.device();
+  const bool takes_indices = name.find("index") != std::string::npos;
+  for (const Tensor& each : tensors)
     TORCH_CHECK(
-        is_here(tensor) ? *found == tensor.device() : tensor.dim() == 0 || takes_indices,
-        "Expected all tensors to be on the same device, got one on ", tensor.device(), " in ",
-        op.schema().name());
-  });
+        is_here(each) ? *found == each.device() : each.dim() == 0 || takes_indices,
+        "Expected all tensors to be on the same device, got one on ", each.device(), " in ", name);
   return found ? found->index() : current_device();
 }
 
@@ -79,7 +75,7 @@ int device_of_arguments(const c10::OperatorHandle& op, const Stack& arguments) {
 // where the call is wrong, which the call on the host then says.
 std::optional<Stack> shapes_of(const c10::OperatorHandle& op, const Stack& arguments) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
-  Stack shapes = with_tensors(arguments, c10::kMeta, [](const Tensor& tensor) {
+  Stack shapes = replaced(arguments, c10::kMeta, [](const Tensor& tensor) {
     if (!is_here(tensor)) return tensor; // numbers stay where torch can read them
     return Tensor(at::detail::empty_strided_meta(
         tensor.sizes(), tensor.strides(), tensor.scalar_type()));
@@ -113,17 +109,16 @@ Tensor written_argument(const c10::FunctionSchema& schema, const Stack& argument
 // run on the host.
 std::optional<std::vector<Tensor>> results_of(
     const c10::OperatorHandle& op, const Stack& arguments, int device) {
-  const size_t count = op.schema().returns().size();
   std::vector<Tensor> results;
   bool are_complete = true; // then torch has checked the shapes, or the kernel will
-  for (size_t r = 0; r < count; r++) {
+  for (size_t r = 0; r < op.schema().returns().size(); r++) {
     results.push_back(written_argument(op.schema(), arguments, r));
     are_complete &= results[r].defined() && results[r].numel() > 0;
   }
   if (are_complete) return results;
   const auto shapes = shapes_of(op, arguments);
   if (!shapes) return std::nullopt;
-  for (size_t r = 0; r < count; r++) {
+  for (size_t r = 0; r < results.size(); r++) {
     const Tensor shape = (*shapes)[r].toTensor();
     if (!shape.defined()) continue;
     if (!results[r].defined())
@@ -135,32 +130,6 @@ std::optional<std::vector<Tensor>> results_of(
   return results;
 }
 
-// Puts the generator that draws for the device's own one into the arguments; true if the
-// operator takes one.
-bool takes_generator(const c10::FunctionSchema& schema, Stack& arguments, int device) {
-  const auto optional = c10::OptionalType::create(c10::GeneratorType::get());
-  bool found = false;
-  for (size_t a = 0; a < arguments.size(); a++) {
-    if (!schema.arguments()[a].real_type()->isSubtypeOf(*optional)) continue;
-    found = true;
-    auto& value = arguments[a];
-    value = host_generator(value.isGenerator() ? value.toGenerator() : default_generator(device));
-  }
-  return found;
-}
-
-// The arguments as the stream's thread takes them.
-Stack on_host(const Stack& arguments) {
-  return with_tensors(arguments, c10::kCPU, [](const Tensor& tensor) {
-    if (!tensor.defined()) return tensor;
-    if (is_here(tensor)) return host_view(tensor);
-    Tensor copy = tensor.clone(); // the caller may change it after the call
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
-      copy.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return copy;
-  });
-}
-
 // Waits for the stream, and calls the CPU's kernel on copies of the arguments.
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   {
@@ -170,22 +139,48 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-} // namespace
+// Runs an operator that draws, with a CPU generator in the place of the device's: on the host,
+// as the state changes when the call is made, on every device. False if it does not draw.
+bool draw(const c10::OperatorHandle& op, Stack* stack, int device) {
+  const auto optional = c10::OptionalType::create(c10::GeneratorType::get());
+  const auto& arguments = op.schema().arguments();
+  const auto found = std::find_if(arguments.begin(), arguments.end(), [&](const auto& each) {
+    return each.real_type()->isSubtypeOf(*optional);
+  });
+  if (found == arguments.end()) return false;
+  IValue& value = *(stack->end() - (arguments.end() - found));
+  at::Generator own = value.isGenerator() ? value.toGenerator() : default_generator(device);
+  at::Generator draws = at::detail::createCPUGenerator();
+  draws.set_state(own.get_state());
+  value = draws;
+  run_on_host(op, stack);
+  own.set_state(draws.get_state());
+  return true;
+}
 
+// An argument as the stream's thread takes it.
+Tensor on_host(const Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  if (is_here(tensor)) return host_view(tensor);
+  Tensor copy = tensor.clone(); // the caller may change it after the call
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+    copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return copy;
+}
+
+// Runs any operator: as a task of the current stream where torch knows the shapes of its
+// results, else on the host.
 void run(const c10::OperatorHandle& op, Stack* stack) {
-  Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
-  const int device = device_of_arguments(op, arguments);
+  const Stack arguments(stack->end() - op.schema().arguments().size(), stack->end());
+  const auto tensors = tensors_of(arguments);
+  const int device = device_of_arguments(op.schema().name(), arguments, tensors);
   const c10::DeviceGuard guard(stream_of(device, 0).device());
-  std::optional<std::vector<Tensor>> results;
-  // The state of a generator changes when the call is made, on every device.
-  if (!takes_generator(op.schema(), arguments, device))
-    results = results_of(op, arguments, device);
-  if (!results) {
-    stack->insert(stack->end(), arguments.begin(), arguments.end());
-    return run_on_host(op, stack);
-  }
+  if (draw(op, stack, device)) return;
+  const auto results = results_of(op, arguments, device);
+  if (!results) return run_on_host(op, stack);
+  torch::jit::drop(*stack, arguments.size());
   int64_t elements = 0;
-  for_tensors(arguments, [&](const Tensor& each) { elements += each.numel(); });
+  for (const Tensor& each : tensors) elements += each.numel();
   std::vector<Tensor> fresh; // where new results go
   for (size_t r = 0; r < results->size(); r++) {
     const auto& result = (*results)[r];
@@ -194,7 +189,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     if (is_new) elements += result.numel();
     stack->emplace_back(result);
   }
-  auto call = [op, host = on_host(arguments), fresh]() mutable {
+  auto call = [op, host = replaced(arguments, c10::kCPU, on_host), fresh]() mutable {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     op.callBoxed(host);
     for (size_t r = 0; r < fresh.size(); r++) {
@@ -210,13 +205,20 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   launch(current_stream(device), elements, std::move(call));
 }
 
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+}
+// Without these two, torch asks for kernels of the device's own.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run>());
+}
+
+} // namespace
+
 std::map<std::string, int64_t> host_operator_counts() {
   std::lock_guard<std::mutex> lock(counts_mutex);
   return host_operators;
-}
-
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
 } // namespace test_device

@@ -1,274 +1,206 @@
 // A process group of the test device with NCCL's contract.
 //
-//   host              current stream       communicator's stream        watchdog
-//   allreduce ──────► mark ──────────────► waits for the mark           looks for
-//   returns at once                        waits for its turn           late ones
-//   wait ───────────► waits for the end ◄─ exchanges with other ranks   and aborts
+//   host              current stream       communicator's stream
+//   allreduce ──────► mark ──────────────► waits for the mark
+//   returns at once                        waits for its turn on the device
+//   wait ───────────► waits for the end ◄─ exchanges with other ranks, or is late and aborts
 //
 // One collective at a time runs on a device, as NCCL may have it: ranks that use two
 // communicators in different orders hang. Dead peers are not noticed. A late collective
 // aborts its group and, as torch does under NCCL, ends the process.
-#include "communicator.h"
 #include "process_group.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <cstdlib>
 #include <iostream>
-#include <list>
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <semaphore>
+#include <thread>
 
 namespace test_device {
 namespace {
 
+using namespace std::chrono_literals;
 using c10d::OpType;
 using c10d::ReduceOp;
 using Milliseconds = std::chrono::milliseconds;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Slots = Communicator::Slots;
-using Take = Communicator::Take;
-constexpr Milliseconds LOOK(5);
 constexpr const char* NAME = "tdccl";
 
 int number_from(const char* variable, int otherwise) {
   const char* value = std::getenv(variable);
-  return value == nullptr ? otherwise : std::atoi(value);
+  return value ? std::atoi(value) : otherwise;
 }
 
-// Turns of a device on which so many collectives may run at the same time.
-std::counting_semaphore<>& turns_of(int device, int most) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, int>, std::counting_semaphore<>> all;
-  std::lock_guard<std::mutex> lock(mutex);
-  return all.try_emplace({device, most}, most).first->second;
-}
-
-// A collective, for all threads. It has no tensor: to drop one may need the GIL.
-struct Job {
-  Job(std::string name_, c10::Stream stream_, Milliseconds timeout,
-      std::shared_ptr<Communicator> communicator_)
-      : name(std::move(name_)), stream(stream_), deadline(Clock::now() + timeout),
-        communicator(std::move(communicator_)) {}
-  void finish(const std::string& said = "") { // the first call counts
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!is_done) error = said;
-    is_done = true;
-    changed.notify_all();
-  }
-  bool wait_until(Clock::time_point until) {
-    std::unique_lock<std::mutex> lock(mutex);
-    return changed.wait_until(lock, until, [&] { return is_done.load(); });
-  }
-  std::string state() const { // for errors
-    const std::string before = waits_for.load();
-    return c10::str(name, before.empty() ? ": " + communicator->missing() : before);
-  }
-  const std::string name;
-  const c10::Stream stream;
-  const Clock::time_point deadline;
-  const std::shared_ptr<Communicator> communicator;
-  std::atomic<const char*> waits_for = ": its tensors are not computed";
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::atomic<bool> is_done = false;
-  std::string error; // "" if there is none; written before is_done
-};
-
-// What the group shares with the device's threads and the watchdog.
+// What the host and the streams' threads know of a group.
 struct State {
-  void fail(const std::string& said) {
+  void fail(const std::string& said) { // the first call counts
     std::lock_guard<std::mutex> lock(mutex);
-    if (error.empty()) error = said;
+    if (error_.empty()) error_ = said;
     is_aborted = true;
   }
-  std::mutex mutex;
-  std::list<std::shared_ptr<Job>> pending;
-  std::string error;
-  std::atomic<bool> is_aborted = false, has_ended = false;
+  std::string error() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return error_;
+  }
+  std::atomic<bool> is_aborted = false;
   const int most_at_a_time = number_from("TEST_DEVICE_COLLECTIVES", 1);
+  const bool ends_late = number_from("TEST_DEVICE_ENDS_LATE", 1);
+
+ private:
+  std::mutex mutex;
+  std::string error_;
 };
 
-void run(
-    Job& job, const std::string& call, int64_t bytes, const char* mine,
-    const Take& take, State& state) {
-  auto& turns = turns_of(job.stream.device_index(), state.most_at_a_time);
-  job.waits_for = ": another collective runs on its device";
-  job.communicator->set_held(true);
-  bool has_turn = false;
-  while (!state.is_aborted && !has_turn) has_turn = turns.try_acquire_for(LOOK);
-  job.communicator->set_held(false);
-  job.waits_for = "";
-  try {
-    if (has_turn && job.communicator->exchange(
-                        call, bytes, mine, take, state.is_aborted))
-      job.finish();
-    else
-      job.finish("aborted: " + job.state());
-  } catch (const std::exception& error) {
-    state.fail(error.what());
-    job.finish(error.what());
+// A collective. It has only host views of tensors: to drop another may need the GIL.
+struct Job {
+  std::string state() const { // for errors
+    std::string said = c10::str(name, " by ", communicator->name, waits_for.load());
+    for (const int rank : communicator->missing()) said += c10::str(": rank ", rank, " is missing");
+    return said + " (do all ranks use their groups in the same order?)";
   }
-  if (has_turn) turns.release();
-}
+  const std::string name;
+  const int device;
+  const std::shared_ptr<Communicator> communicator;
+  const std::shared_ptr<State> group;
+  const Clock::time_point deadline;
+  std::atomic<const char*> waits_for{": its tensors are not computed"};
+  std::atomic<bool> is_done{false};
+};
 
-// Ends late collectives, and those that are pending when the group is aborted.
-void watch(State& state, bool ends_process) {
-  while (!state.has_ended) {
-    std::string late;
-    std::unique_lock<std::mutex> lock(state.mutex);
-    state.pending.remove_if([](const auto& job) { return job->is_done.load(); });
-    for (const auto& job : state.pending) {
-      if (state.is_aborted) job->finish("aborted: " + job->state());
-      else if (Clock::now() > job->deadline && late.empty())
-        job->finish(late = "timed out: " + job->state());
+// Runs a collective in its stream's thread.
+void run(Job& job, const at::Tensor& input, const Take& take) {
+  static std::array<std::atomic<int>, MAX_DEVICES> running;
+  const auto await = [&](const auto& is_ready) {
+    auto pause = 20us;
+    while (!is_ready()) {
+      if (!job.group->is_aborted && Clock::now() > job.deadline) {
+        job.group->fail("timed out: " + job.state());
+        std::cerr << NAME << " " << job.group->error() << std::endl;
+        if (job.group->ends_late) std::abort();
+      }
+      if (job.group->is_aborted) return false;
+      std::this_thread::sleep_for(pause);
+      if (pause < 2ms) pause += pause / 8;
     }
-    lock.unlock();
-    if (!late.empty()) {
-      state.fail(late);
-      std::cerr << NAME << " " << late << std::endl;
-      if (ends_process) std::abort();
-    }
-    std::this_thread::sleep_for(LOOK);
+    return true;
+  };
+  job.waits_for = ": another collective runs on its device";
+  const bool has_turn = await([&] {
+    const bool is_free = running[job.device]++ < job.group->most_at_a_time;
+    if (!is_free) running[job.device]--;
+    return is_free;
+  });
+  if (has_turn) job.waits_for = "";
+  try {
+    job.is_done = has_turn && job.communicator->exchange(job.name, input, take, await);
+  } catch (const std::exception& error) {
+    job.group->fail(error.what());
   }
+  if (has_turn) running[job.device]--;
+  if (!job.is_done) job.group->fail("aborted: " + job.state());
 }
 
 class Work final : public c10d::Work {
  public:
-  Work(int rank, OpType type, std::shared_ptr<Job> job, std::shared_ptr<State> state,
-      const Tensors& outputs)
-      : c10d::Work(rank, type), job_(std::move(job)), state_(std::move(state)),
-        end_(mark(job_->stream)),
+  Work(int rank, OpType type, const c10::Stream& stream, std::shared_ptr<Job> job,
+       const Tensors& outputs)
+      : c10d::Work(rank, type), job_(std::move(job)), end_(mark(stream)),
         future_(c10::make_intrusive<c10::ivalue::Future>(
             c10::ListType::create(c10::TensorType::get()),
-            std::vector<c10::Device>{job_->stream.device()})) {
-    const c10::StreamGuard current(job_->stream);
+            std::vector<c10::Device>{stream.device()})) {
+    const c10::StreamGuard current(stream);
     future_->markCompleted(c10::IValue(outputs)); // waits for the stream, as NCCL's
   }
-  bool isCompleted() override { return job_->is_done; }
-  bool isSuccess() const override { return job_->is_done && job_->error.empty(); }
+  bool isCompleted() override { return is_reached(end_); }
+  bool isSuccess() const override { return is_reached(end_) && job_->is_done; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  void synchronize() override {
-    block(current_stream(job_->stream.device_index()), end_);
-  }
+  void synchronize() override { block(current_stream(job_->device), end_); }
 
   // With a timeout the host waits and, as under NCCL, aborts the group when it is over.
   bool wait(Milliseconds timeout) override {
     synchronize();
-    if (timeout != kNoTimeout && !job_->wait_until(Clock::now() + timeout)) {
-      job_->finish("timed out in a blocking wait: " + job_->state());
-      state_->fail(job_->error);
-    }
-    if (opType_ == OpType::BARRIER) job_->wait_until(Clock::time_point::max());
-    const bool is_wrong = job_->is_done && !job_->error.empty();
-    TORCH_CHECK_WITH(DistBackendError, !is_wrong, job_->error);
+    if (timeout != kNoTimeout && end_.wait_for(timeout) != std::future_status::ready)
+      job_->group->fail("timed out in a blocking wait: " + job_->state());
+    if (opType_ == OpType::BARRIER) end_.wait();
+    const bool is_wrong = job_->group->is_aborted && !isSuccess();
+    TORCH_CHECK_WITH(DistBackendError, !is_wrong, job_->group->error());
     return true;
   }
 
  private:
   const std::shared_ptr<Job> job_;
-  const std::shared_ptr<State> state_;
   const Mark end_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-at::Tensor view_of(char* memory, int64_t bytes, at::ScalarType dtype) {
-  const int64_t elements = bytes / static_cast<int64_t>(c10::elementSize(dtype));
-  return at::from_blob(memory, {elements}, at::TensorOptions(dtype));
-}
-
-void reduce_slots(
-    ReduceOp::RedOpType how, at::ScalarType dtype, const Slots& slots, char* into,
-    int64_t bytes) {
-  at::Tensor sum = view_of(into, bytes, dtype);
-  sum.copy_(view_of(slots[0], bytes, dtype));
-  for (size_t place = 1; place < slots.size(); ++place) {
-    const at::Tensor part = view_of(slots[place], bytes, dtype);
-    if (how == ReduceOp::PRODUCT) sum.mul_(part);
-    else if (how == ReduceOp::MIN) at::minimum_out(sum, sum, part);
-    else if (how == ReduceOp::MAX) at::maximum_out(sum, sum, part);
-    else sum.add_(part);
+at::Tensor reduced(const at::Tensor& rows, ReduceOp::RedOpType how) {
+  switch (how) {
+    case ReduceOp::AVG: return rows.mean(0);
+    case ReduceOp::PRODUCT: return rows.prod(0, false, rows.scalar_type());
+    case ReduceOp::MIN: return rows.amin(0);
+    case ReduceOp::MAX: return rows.amax(0);
+    default: return rows.sum(0, false, rows.scalar_type());
   }
-  if (how == ReduceOp::AVG) sum.div_(static_cast<int64_t>(slots.size()));
 }
 
-char* memory_of(const at::Tensor& tensor) {
-  return static_cast<char*>(host_pointer(tensor.data_ptr()));
+// A tensor's memory as the streams' threads see it, in one dimension.
+at::Tensor flat(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), NAME, " needs dense tensors");
+  return at::from_blob(host_pointer(tensor.data_ptr()), {tensor.numel()}, tensor.scalar_type());
 }
 
 class ProcessGroup final : public c10d::Backend {
  public:
-  ProcessGroup(
-      c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout)
+  ProcessGroup(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout)
       : Backend(rank, size), store_(std::move(store)),
-        options_(c10::make_intrusive<Options>(NAME, timeout)),
-        watchdog_([state = state_] {
-          watch(*state, number_from("TEST_DEVICE_ENDS_LATE", 1));
-        }) {}
-  ~ProcessGroup() override {
-    abort();
-    state_->has_ended = true;
-    watchdog_.join();
-  }
+        options_(c10::make_intrusive<Options>(NAME, timeout)) {}
+  ~ProcessGroup() override { abort(); }
   const std::string getBackendName() const override { return NAME; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-
   // Pending collectives end with an error.
   void abort() override { state_->is_aborted = true; }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     const ReduceOp::RedOpType how = options.reduceOp;
     TORCH_CHECK(how <= ReduceOp::MAX, NAME, " has no reduction ", int(how));
-    const at::ScalarType dtype = tensors.at(0).scalar_type();
-    auto take = [how, dtype, into = memory_of(tensors[0])](
-                    const Slots& slots, int64_t offset, int64_t bytes) {
-      reduce_slots(how, dtype, slots, into + offset, bytes);
+    const auto take = [how, into = flat(tensors.at(0))](const at::Tensor& rows) {
+      into.copy_(reduced(rows, how));
     };
-    return begin(
-        OpType::ALLREDUCE, tensors, tensors[0], c10::str("reduction ", int(how)), take,
-        options.timeout);
+    return begin(OpType::ALLREDUCE, tensors, tensors[0], int(how), take, options.timeout);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    const auto root = static_cast<int>(options.rootRank);
+    const int root = static_cast<int>(options.rootRank);
     return begin(
-        OpType::BROADCAST, tensors, tensors.at(0), c10::str("from ", root),
-        copy_from(root, tensors[0]), options.timeout);
+        OpType::BROADCAST, tensors, tensors.at(0), root, copy_row(root, tensors[0]),
+        options.timeout);
   }
 
   WorkPtr allgather(
       std::vector<Tensors>& outputs, Tensors& inputs,
       const c10d::AllgatherOptions& options) override {
-    std::vector<char*> into;
-    for (const at::Tensor& each : outputs.at(0)) {
-      TORCH_CHECK(each.nbytes() == inputs.at(0).nbytes(), NAME, ": sizes differ");
-      into.push_back(memory_of(each));
-    }
-    auto take = [into](const Slots& slots, int64_t offset, int64_t bytes) {
-      for (size_t place = 0; place < slots.size(); ++place)
-        memcpy(into[place] + offset, slots[place], bytes);
+    Tensors into;
+    for (const at::Tensor& each : outputs.at(0)) into.push_back(flat(each));
+    const auto take = [into](const at::Tensor& rows) {
+      for (size_t place = 0; place < into.size(); place++)
+        into[place].copy_(rows[static_cast<int64_t>(place)]);
     };
-    return begin(OpType::ALLGATHER, outputs[0], inputs[0], "", take, options.timeout);
+    return begin(OpType::ALLGATHER, outputs[0], inputs.at(0), 0, take, options.timeout);
   }
-
   WorkPtr _allgather_base(
-      at::Tensor& output, at::Tensor& input,
-      const c10d::AllgatherOptions& options) override {
+      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     std::vector<Tensors> outputs{output.view(-1).chunk(getSize())};
     Tensors inputs{input};
     return allgather(outputs, inputs, options);
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    Tensors one{at::zeros(1, at::Device(TYPE, current_device()))};
-    auto nothing = [](const Slots&, int64_t, int64_t) {};
-    return begin(OpType::BARRIER, one, one[0], "", nothing, options.timeout);
+    const auto one = at::zeros(1, at::Device(TYPE, current_device()));
+    return begin(OpType::BARRIER, {one}, one, 0, [](const at::Tensor&) {}, options.timeout);
   }
 
   // Two ranks have a communicator for their messages, one for both directions.
@@ -286,18 +218,14 @@ class ProcessGroup final : public c10d::Backend {
     int64_t calls = 0;
   };
 
-  static Take copy_from(int root, const at::Tensor& tensor) {
-    return [root, into = memory_of(tensor)](
-               const Slots& slots, int64_t offset, int64_t bytes) {
-      memcpy(into + offset, slots[root], bytes);
-    };
+  static Take copy_row(int root, const at::Tensor& tensor) {
+    return [root, into = flat(tensor)](const at::Tensor& rows) { into.copy_(rows[root]); };
   }
 
   WorkPtr message(Tensors& tensors, int other, int root) {
     return begin(
-        OpType::SEND, tensors, tensors.at(0), c10::str("from ", root),
-        copy_from(root, tensors[0]), c10d::kUnsetTimeout,
-        {std::min(getRank(), other), std::max(getRank(), other)});
+        OpType::SEND, tensors, tensors.at(0), root, copy_row(root, tensors[0]),
+        c10d::kUnsetTimeout, {std::min(getRank(), other), std::max(getRank(), other)});
   }
 
   Line& line_of(std::vector<int> ranks, int device) {
@@ -314,39 +242,28 @@ class ProcessGroup final : public c10d::Backend {
     return found->second;
   }
 
+  // Enqueues a collective; `detail` is what must be the same on all ranks as well.
   WorkPtr begin(
-      OpType kind, const Tensors& outputs, const at::Tensor& input,
-      const std::string& detail,
-      const Take& take, Milliseconds timeout, const std::vector<int>& ranks = {}) {
+      OpType kind, const Tensors& outputs, const at::Tensor& input, int detail, const Take& take,
+      Milliseconds timeout, const std::vector<int>& ranks = {}) {
     const int device = input.device().index();
-    std::unique_lock<std::mutex> lock(calls_);
+    const std::lock_guard<std::mutex> lock(calls_);
     TORCH_CHECK_WITH(
-        DistBackendError, !state_->is_aborted, NAME, " was aborted ", state_->error);
+        DistBackendError, !state_->is_aborted, NAME, " was aborted ", state_->error());
+    TORCH_CHECK(input.nbytes() <= SLOT_BYTES, NAME, " takes at most ", SLOT_BYTES, " bytes");
     Line& line = line_of(ranks, device);
     TORCH_CHECK(line.stream.device() == input.device(), NAME, ": devices differ");
     block(line.stream, mark(current_stream(device)));
-    for (const Tensors& used : {outputs, Tensors{input}})
-      for (const at::Tensor& each : used) {
-        TORCH_CHECK(each.is_non_overlapping_and_dense(), NAME, " needs dense tensors");
-        device_allocator()->recordStream(each.storage().data_ptr(), line.stream);
-      }
-    const auto bytes = static_cast<int64_t>(input.nbytes());
-    const std::string call = c10::str(
-        c10d::opTypeToString(kind), " ", line.calls++, " of ", bytes, " bytes (",
+    for (const at::Tensor& each : outputs) each.record_stream(line.stream);
+    input.record_stream(line.stream);
+    const std::string name = c10::str(
+        c10d::opTypeToString(kind), " ", line.calls++, " of ", input.nbytes(), " bytes (",
         input.scalar_type(), " ", detail, ")");
-    const bool has_timeout = timeout != c10d::kUnsetTimeout;
-    const auto job = std::make_shared<Job>(
-        c10::str(call, " by ", line.communicator->name), line.stream,
-        has_timeout ? timeout : options_->timeout, line.communicator);
-    {
-      std::lock_guard<std::mutex> pending(state_->mutex);
-      state_->pending.push_back(job);
-    }
-    const char* mine = memory_of(input);
-    launch(line.stream, input.numel(), [job, call, bytes, take, mine, state = state_] {
-      run(*job, call, bytes, mine, take, *state);
-    });
-    return c10::make_intrusive<Work>(getRank(), kind, job, state_, outputs);
+    const auto after = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+    const std::shared_ptr<Job> job(
+        new Job{name, device, line.communicator, state_, Clock::now() + after});
+    launch(line.stream, input.numel(), [job, view = flat(input), take] { run(*job, view, take); });
+    return c10::make_intrusive<Work>(getRank(), kind, line.stream, job, outputs);
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -354,14 +271,12 @@ class ProcessGroup final : public c10d::Backend {
   const std::shared_ptr<State> state_ = std::make_shared<State>();
   std::mutex calls_; // held while a call is enqueued
   std::map<std::vector<int>, Line> lines_;
-  std::thread watchdog_;
 };
 
 } // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_process_group(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    Milliseconds timeout) {
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout) {
   return c10::make_intrusive<ProcessGroup>(store, rank, size, timeout);
 }
 

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <random>
 #include <thread>
 
 namespace test_device {
@@ -19,32 +20,16 @@ constexpr int64_t NO_KERNEL = -1;
 std::atomic<bool> is_stopping{false}, is_used{false}, is_forked{false};
 std::atomic<int64_t> kernels{0};
 
-// The first exception of each device's kernels since its last synchronisation. Threads
-// outlive static destructors, so that nothing that they use is ever destroyed.
+// The first exception of each device's kernels since its last synchronisation.
 struct Failures {
   std::mutex mutex;
   std::array<std::exception_ptr, MAX_DEVICES> first;
 };
-Failures& failures() {
-  static auto* all = new Failures;
-  return *all;
-}
 
 void raise_failure(int device) {
-  std::exception_ptr failure;
-  {
-    Lock lock(failures().mutex);
-    std::swap(failure, failures().first[device]);
-  }
-  if (failure) std::rethrow_exception(failure);
-}
-
-// A number in [0, 1) that depends on all three alone (SplitMix64).
-double drawn(uint64_t seed, uint64_t stream, uint64_t number) {
-  uint64_t z = seed * 0x9E3779B97F4A7C15 + stream * 0xD1B54A32D192ED03 + number;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
-  return static_cast<double>((z ^ (z >> 31)) >> 11) * 0x1p-53;
+  Lock lock(forever<Failures>().mutex);
+  if (auto failure = std::exchange(forever<Failures>().first[device], nullptr))
+    std::rethrow_exception(failure);
 }
 
 class Worker {
@@ -62,10 +47,7 @@ class Worker {
 
   bool is_started() { return Lock(mutex_), is_started_; }
   bool is_busy() { return Lock(mutex_), is_busy_; }
-  bool is_idle() {
-    Lock lock(mutex_);
-    return queue_.empty() && !is_busy_;
-  }
+  bool is_idle() { return Lock(mutex_), queue_.empty() && !is_busy_; }
 
  private:
   struct Entry {
@@ -76,18 +58,17 @@ class Worker {
   [[noreturn]] void serve() {
     for (;;) {
       Entry entry = next();
-      const bool is_kernel = entry.elements != NO_KERNEL;
-      if (is_kernel) delay();
+      if (entry.elements != NO_KERNEL) delay();
       const auto started = Clock::now();
       try {
         entry.run();
       } catch (...) {
-        Lock lock(failures().mutex);
-        auto& first = failures().first[device_];
+        Lock lock(forever<Failures>().mutex);
+        auto& first = forever<Failures>().first[device_];
         if (!first) first = std::current_exception();
       }
       entry.run = nullptr; // frees what it holds before the stream counts as idle
-      if (is_kernel) take_time(started, entry.elements);
+      if (entry.elements != NO_KERNEL) take_time(started, entry.elements);
       Lock lock(mutex_);
       is_busy_ = false;
     }
@@ -102,12 +83,15 @@ class Worker {
     return entry;
   }
 
+  // With a seed a delay depends on the seed, the stream and the kernel's number alone.
   void delay() {
     kernels++;
     const int64_t longest_us = id_ == 0 ? settings().main_delay_us : settings().side_delay_us;
     const uint64_t seed = settings().delay_seed;
     if (longest_us == 0) return;
-    const double part = seed == 0 ? 1.0 : drawn(seed, device_ * STREAMS + id_, number_++);
+    std::seed_seq numbers{seed, uint64_t(device_ * STREAMS + id_), number_++};
+    std::minstd_rand engine(numbers);
+    const double part = seed == 0 ? 1.0 : std::generate_canonical<double, 31>(engine);
     std::this_thread::sleep_for(Microseconds(part * longest_us));
   }
 
@@ -126,35 +110,25 @@ class Worker {
   std::condition_variable queued_;
   std::deque<Entry> queue_;
   bool is_started_ = false, is_busy_ = false;
-  uint64_t number_ = 0; // of drawn delays
+  uint64_t number_ = 0; // of delayed kernels
   Clock::time_point free_at_;
 };
 
-Worker& worker(int device, int64_t id) {
-  static auto* all = [] {
-    auto* made = new std::array<std::array<Worker*, STREAMS>, MAX_DEVICES>;
-    for (int d = 0; d < MAX_DEVICES; d++)
-      for (int s = 0; s < STREAMS; s++) (*made)[d][s] = new Worker(d, s);
-    return made;
-  }();
-  return *all->at(device).at(id);
+struct Workers : std::vector<std::unique_ptr<Worker>> {
+  Workers() {
+    for (int n = 0; n < MAX_DEVICES * STREAMS; n++)
+      push_back(std::make_unique<Worker>(n / STREAMS, n % STREAMS));
+  }
+};
+Worker& worker(const c10::Stream& stream) {
+  return *forever<Workers>().at(stream.device_index() * STREAMS + stream.id());
 }
-Worker& worker(const c10::Stream& stream) { return worker(stream.device_index(), stream.id()); }
 
 thread_local int device_now = 0;
 thread_local std::array<int64_t, MAX_DEVICES> streams_now{};
 std::array<std::atomic<int>, MAX_DEVICES> streams_taken{};
 
 } // namespace
-
-Settings& settings() {
-  static auto* all = [] {
-    auto* made = new Settings;
-    for (auto& bytes : made->memory_bytes) bytes = size_t(1) << 30;
-    return made;
-  }();
-  return *all;
-}
 
 void launch(const c10::Stream& stream, int64_t elements, Task task) {
   worker(stream).put(elements, std::move(task));
@@ -165,9 +139,8 @@ void enqueue(const c10::Stream& stream, Task task) {
 
 Mark mark(const c10::Stream& stream) {
   auto reached = std::make_shared<std::promise<Clock::time_point>>();
-  Mark result = reached->get_future().share();
   enqueue(stream, [reached] { reached->set_value(Clock::now()); });
-  return result;
+  return reached->get_future().share();
 }
 void block(const c10::Stream& stream, Mark mark) {
   enqueue(stream, [mark = std::move(mark)] { mark.wait(); });
@@ -189,7 +162,8 @@ void synchronize(const c10::Stream& stream) {
 void synchronize_device(int device) {
   std::vector<Mark> marks;
   for (int id = 0; id < STREAMS; id++)
-    if (worker(device, id).is_started()) marks.push_back(mark(stream_of(device, id)));
+    if (const auto each = stream_of(device, id); worker(each).is_started())
+      marks.push_back(mark(each));
   for (const auto& each : marks) wait(each);
   raise_failure(device);
 }
@@ -221,10 +195,9 @@ void use_in_this_process() {
 void stop() {
   is_stopping = true;
   const auto end = Clock::now() + std::chrono::seconds(1);
-  for (int device = 0; device < MAX_DEVICES; device++)
-    for (int id = 0; id < STREAMS; id++)
-      while (worker(device, id).is_busy() && Clock::now() < end)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  for (const auto& each : forever<Workers>())
+    while (each->is_busy() && Clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 } // namespace test_device

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -87,6 +88,23 @@ def ends(device: torch.device) -> Iterator[list[Any]]:
         end.close()
     for each in devices:
         each.ways.abort()
+
+
+def test_threads_enter_one_side_stream(device: torch.device) -> None:
+    side, meet = SideStream(device), Barrier(2, timeout=TIMEOUT_S).wait
+
+    def enter(rank: int) -> int:
+        torch.accelerator.set_device_index(rank)
+        if rank == 1:  # the first to enter is the first to leave
+            meet()
+        with side.beside():
+            meet()
+            meet()
+        if rank == 0:
+            meet()
+        return torch.accelerator.current_device_index()
+
+    assert on_both(enter) == [0, 1]
 
 
 @pytest.mark.usefixtures("delayed")

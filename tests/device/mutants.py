@@ -18,8 +18,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.device import build
 
@@ -28,27 +28,30 @@ SOURCES = ROOT / "src"
 TESTS = sorted(Path(__file__).parent.glob("test_*_waits.py"))
 DEADLINE_S = 300.0
 """Deadline of one run of the tests; a missing wait may also hang."""
-WAITS = {
-    "wait_event": "None",
-    "wait_stream": "None",
-    "record_stream": "None",
-    "synchronize": "None",
-    "query": "True",
-}
-"""Calls that wait for a device or poll it, and what stands for each in a mutant."""
+WAITS = {"wait_event", "wait_stream", "record_stream", "synchronize"}
+"""Calls that wait for a device; a mutant does nothing instead."""
+POLL = "query"
+"""Attribute that polls a device; it is True in a mutant."""
 CONTEXT = "beside"
-"""`with beside(stream):` orders work behind another stream's."""
-WORKS = ("comm", "transport")
+"""`with beside(stream):` orders work behind another stream's; not in a mutant."""
+WORKS = ("comm", "transport", "device")
 """Room in whose `device*.py` a `wait` waits for the work of a device's own backend."""
 WRAPPER_STATEMENTS = 8
 """Most statements of a function whose calls count as waits themselves."""
-NO_CONTEXT = "__import__('contextlib').nullcontext()"
+NOTHING, POLLED, NO_CONTEXT = (
+    ast.parse(each, mode="eval").body
+    for each in (
+        "lambda *_: None",
+        "__import__('types').SimpleNamespace(query=lambda: True)",
+        "__import__('contextlib').nullcontext()",
+    )
+)
+OPTIONS = ["-p", "no:cacheprovider", "-x", "-q", "--tb=line", "-o", "addopts="]
 RUN = "import sys, elche, pytest; print(elche.__file__); sys.exit(pytest.main())"
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One source file without one of its waits.
+class Mutant(NamedTuple):
+    """A file of the package without one of its waits.
 
     Attributes:
         path: file, relative to `src`.
@@ -65,18 +68,19 @@ class Mutant:
 
 def find_mutants() -> list[Mutant]:
     """Every mutant of the package."""
-    sources = {path: path.read_text() for path in sorted(SOURCES.rglob("*.py"))}
-    trees = {path: ast.parse(source) for path, source in sources.items()}
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES.rglob("*.py")}
     wrappers = find_wrappers(list(trees.values()))
     found = []
     for path, tree in trees.items():
         name = path.relative_to(SOURCES)
-        has_works = path.parts[-3:-1] == WORKS and path.name.startswith("device")
-        waits = WAITS | ({"wait": "None"} if has_works else {})
-        for node, replacement in find_waits(tree, waits, wrappers):
-            changed = replaced(sources[path], node, replacement)
-            found.append(Mutant(name, node.lineno, ast.unparse(node), changed))
-    return sorted(found, key=lambda each: (each.path, each.line))
+        has_works = "/".join(name.parts[1:]).startswith("/".join(WORKS))
+        waits = WAITS | ({"wait"} if has_works else set())
+        for shown, node, field, replacement in list(find_waits(tree, waits, wrappers)):
+            text, kept = ast.unparse(shown), getattr(node, field)
+            setattr(node, field, replacement)
+            found.append(Mutant(name, shown.lineno, text, ast.unparse(tree)))
+            setattr(node, field, kept)
+    return sorted(found)
 
 
 def find_wrappers(trees: list[ast.Module]) -> set[str]:
@@ -91,43 +95,27 @@ def find_wrappers(trees: list[ast.Module]) -> set[str]:
     return {
         name
         for name, calls in found.items()
-        if name not in WAITS and all(calls) and set().union(*calls) & WAITS.keys()
+        if name not in WAITS and all(calls) and set().union(*calls) & WAITS
     }
 
 
 def find_waits(
-    tree: ast.Module, waits: dict[str, str], wrappers: set[str]
-) -> Iterator[tuple[ast.expr, str]]:
-    """Waits of a file, each with the expression that replaces it."""
-    called = set()
+    tree: ast.Module, waits: set[str], wrappers: set[str]
+) -> Iterator[tuple[ast.expr, ast.AST, str, ast.expr]]:
+    """Waits of a file, each with the node and its field that a mutant replaces."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and _statement(node) in wrappers:
-            yield node.value, "None"
-        elif isinstance(node, ast.Call):
-            called.add(node.func)
-            if replacement := waits.get(_name(node.func)):
-                yield node, replacement
-        elif isinstance(node, ast.Attribute) and node.attr == "query":
-            if node not in called:  # a poll that another function calls
-                yield node, "(lambda: True)"
-        elif isinstance(node, ast.With):
-            for context in (item.context_expr for item in node.items):
-                is_call = isinstance(context, ast.Call)
-                name = _name(context.func if is_call else context)
-                if name == CONTEXT or name.endswith("stream"):
-                    yield context, NO_CONTEXT
-
-
-def replaced(source: str, node: ast.expr, replacement: str) -> str:
-    """The source with another expression in the place of a node."""
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-    # The columns of ast count bytes of UTF-8.
-    lines = [line.encode() for line in source.splitlines(keepends=True)]
-    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
-    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-    whole = b"".join(lines)
-    return (whole[:start] + replacement.encode() + whole[end:]).decode()
+            yield node.value, node.value, "func", NOTHING
+        elif isinstance(node, ast.Call) and _name(node.func) in waits:
+            yield node, node, "func", NOTHING
+        elif isinstance(node, ast.Attribute) and node.attr == POLL:
+            yield node, node, "value", POLLED
+        elif isinstance(node, ast.withitem):
+            context = node.context_expr
+            is_call = isinstance(context, ast.Call)
+            name = _name(context.func if is_call else context)
+            if name == CONTEXT or name.endswith("stream"):
+                yield context, node, "context_expr", NO_CONTEXT
 
 
 def _statement(node: ast.stmt) -> str:
@@ -141,43 +129,34 @@ def _name(called: ast.expr) -> str:
     return getattr(called, "attr", getattr(called, "id", ""))
 
 
-def failing_test(folder: Path) -> str | None:
-    """Runs the tests on the sources in a folder; the first red one, None without one.
+def failing_test(mutant: Mutant | None) -> str:
+    """The first test that turns red in a copy of the sources; "" if all pass.
 
     Raises:
-        RuntimeError: the tests did not run on these sources.
+        RuntimeError: the tests did not run on the copy.
     """
-    tests = [str(each.relative_to(ROOT)) for each in TESTS]
-    options = ["-p", "no:cacheprovider", "-x", "-q", "--tb=line", "-o", "addopts="]
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, *options, *tests],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"deadline of {DEADLINE_S:g} s"
-    if not done.stdout.startswith(str(folder)) or done.returncode > 1:
-        raise RuntimeError(f"the tests did not run:\n{done.stdout}{done.stderr}")
-    if done.returncode == 0:
-        return None
-    red = re.compile(r"^(?:FAILED|ERROR) \S*::(.+?)(?: - |$)", re.MULTILINE)
-    found = red.search(done.stdout)
-    return found.group(1) if found else f"ended with {done.returncode}"
-
-
-def run_mutant(mutant: Mutant | None) -> str | None:
-    """The test that turns red in a copy of the sources; None if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder, "src")
         shutil.copytree(SOURCES, copied, ignore=shutil.ignore_patterns("__pycache__"))
         if mutant is not None:
             (copied / mutant.path).write_text(mutant.source)
-        return failing_test(copied)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", RUN, *OPTIONS, *map(str, TESTS)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": f"{copied}{os.pathsep}{ROOT}"},
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"deadline of {DEADLINE_S:g} s"
+    if not done.stdout.startswith(folder) or done.returncode > 1:
+        raise RuntimeError(f"the tests did not run:\n{done.stdout}{done.stderr}")
+    red = re.search(r"^(?:FAILED|ERROR) \S*::(.+?)(?: - |$)", done.stdout, re.M)
+    if done.returncode == 1 and red is not None:
+        return red.group(1)
+    return f"ended with {done.returncode}" if done.returncode else ""
 
 
 def main() -> int:
@@ -187,29 +166,28 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the places to take out")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     given = parser.parse_args()
-    mutants = [
-        (f"{each.path.relative_to('elche')}:{each.line}", each)
-        for each in find_mutants()
-        if given.only in f"{each.path}:{each.line}"
-    ]
+    mutants = [each for each in find_mutants() if given.only in str(each.path)]
     if given.list:
-        print(*(f"{place} {each.taken_out}" for place, each in mutants), sep="\n")
+        print(*(_row(each) for each in mutants), sep="\n")
         return 0
     build.built()
-    if red := run_mutant(None):
+    if red := failing_test(None):
         sys.exit(f"{red} fails with all waits in place")
-    began_s = time.monotonic()
+    began_s, alive = time.monotonic(), 0
+    print("| place | taken out | turns red |\n|---|---|---|")
     with ThreadPoolExecutor(given.jobs) as pool:
-        reds = pool.map(run_mutant, [each for _, each in mutants])
-        print("| place | taken out | turns red |\n|---|---|---|")
-        alive = 0
-        for (place, each), red in zip(mutants, reds, strict=True):
-            alive += red is None
-            found = f"`{red}`" if red else "ALIVE"
-            print(f"| {place} | `{each.taken_out}` | {found} |", flush=True)
+        reds = pool.map(failing_test, mutants)
+        for each, red in zip(mutants, reds, strict=True):
+            alive += not red
+            print(f"{_row(each)} {f'`{red}`' if red else 'ALIVE'} |", flush=True)
     took_s = time.monotonic() - began_s
     print(f"{len(mutants)} mutants, {alive} alive, {took_s:.0f} s")
     return int(alive > 0)
+
+
+def _row(mutant: Mutant) -> str:
+    place = Path(*mutant.path.parts[1:])
+    return f"| {place}:{mutant.line} | `{mutant.taken_out}` |"
 
 
 if __name__ == "__main__":

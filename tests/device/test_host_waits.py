@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from elche.comm.transport.device_messages import SideStream
 from elche.demo.contender import Contender, ContenderSpec
 from elche.demo.workload import Workload
 from elche.pipeline.setup.building import layers_of
@@ -52,17 +51,6 @@ def test_scalars_of_two_streams_are_whole(device: torch.device) -> None:
     assert log.drain(final=True) == (("loss", float(total), 2.0 * count),)
 
 
-def test_logging_does_not_wait(device: torch.device) -> None:
-    log, value = ScalarLog(), torch.ones((), device=device)
-    log.log("loss", value, 1.0)
-    log.drain(final=True)
-    with held():
-        log.log("loss", value, 1.0)
-        drained = log.drain()
-    assert drained == ()
-    assert log.drain(final=True) == (("loss", 1.0, 1.0),)
-
-
 def test_host_is_two_batches_ahead(device: torch.device) -> None:
     """It waits for the third batch before the one that it has launched, not longer."""
     worker: Any = SimpleNamespace(
@@ -82,18 +70,6 @@ def test_host_is_two_batches_ahead(device: torch.device) -> None:
         batches.append(torch.accelerator.current_stream().record_event())
         Worker.pace_device(worker)
         assert batches[-1 - HOST_AHEAD_BATCHES].query()
-
-
-def test_side_stream_does_not_wait(device: torch.device) -> None:
-    side = SideStream(device)
-    with held():
-        is_computed = side.computed()
-        with side.beside():
-            made = torch.ones(3, device=device)
-            assert made.tolist() == [1.0] * 3
-        assert not is_computed()
-    torch.accelerator.synchronize()
-    assert is_computed()
 
 
 def test_times_of_layers_include_the_device(device: torch.device) -> None:

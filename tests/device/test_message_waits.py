@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -31,12 +32,25 @@ from tests.comm.thread_group import on_ranks
 from tests.comm.transport.thread_link import transports
 from tests.device import NAME, held
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+DEADLINE = timedelta(seconds=TIMEOUT_S)
 ELEMENTS = 10_000
 WHAT = "a message"
 TO, FROM = Address(1, 1, WHAT), Address(0, 1, WHAT)
 T = TypeVar("T")
 DEVICES = [f"{NAME}:0", f"{NAME}:1"]
+
+
+@pytest.fixture(autouse=True)
+def no_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late transfer fails; it does not end the process."""
+    monkeypatch.setenv("TEST_DEVICE_ENDS_LATE", "0")
+
+
+def meeting() -> dist.Store:
+    store = dist.HashStore()
+    store.set_timeout(DEADLINE)
+    return store
 
 
 def on_both(act: Callable[[int], T]) -> list[T]:
@@ -55,12 +69,12 @@ def until(is_over: Callable[[], bool], what: str = WHAT) -> None:
 @pytest.fixture
 def ends(device: torch.device) -> Iterator[list[Any]]:
     """Transports of two ranks, whose devices are connected by their own backend."""
-    store, deadline = dist.HashStore(), timedelta(seconds=TIMEOUT_S)
+    store = meeting()
 
     def messages(rank: int) -> DeviceMessages:
         place = torch.device(DEVICES[rank])
         form = TwoWays.former(partial(form_group, place))
-        ways, partners = form(store, rank, 2, deadline), frozenset({1 - rank})
+        ways, partners = form(store, rank, 2, DEADLINE), frozenset({1 - rank})
         here: Any = SimpleNamespace(rank=rank)
         assert not trial(partners)(ways, here, place)  # it connects the ranks
         return DeviceMessages(ways, rank, partners, place, SideStream(place))
@@ -74,6 +88,23 @@ def ends(device: torch.device) -> Iterator[list[Any]]:
         end.close()
     for each in devices:
         each.ways.abort()
+
+
+def test_threads_enter_one_side_stream(device: torch.device) -> None:
+    side, meet = SideStream(device), Barrier(2, timeout=TIMEOUT_S).wait
+
+    def enter(rank: int) -> int:
+        torch.accelerator.set_device_index(rank)
+        if rank == 1:  # the first to enter is the first to leave
+            meet()
+        with side.beside():
+            meet()
+            meet()
+        if rank == 0:
+            meet()
+        return torch.accelerator.current_device_index()
+
+    assert on_both(enter) == [0, 1]
 
 
 @pytest.mark.usefixtures("delayed")
@@ -138,11 +169,11 @@ def test_trial_raises_what_a_send_does() -> None:
 
 @pytest.mark.usefixtures("delayed")
 def test_sums_are_complete_or_raise() -> None:
-    store, deadline = dist.HashStore(), timedelta(seconds=TIMEOUT_S)
+    store = meeting()
 
     def form(rank: int) -> DeviceGroup:
         place = torch.device(DEVICES[rank])
-        made = form_group(place, store, rank, 2, deadline)
+        made = form_group(place, store, rank, 2, DEADLINE)
         here: Any = SimpleNamespace(rank=rank, world_size=2, wait_until=until)
         assert not sum_of_ranks(made, here, place)
         return DeviceGroup(made, here, None, NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -43,8 +43,15 @@ def record_event(device: torch.device) -> torch.Event:
 
 
 def beside(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Context whose work and allocations use a stream; None: the current one."""
-    return nullcontext() if stream is None else cast("Any", stream)
+    """Context whose work and allocations use a stream; None: the current one.
+
+    Several threads may enter it for one stream. A `torch.Stream` itself is no context
+    for them: it keeps what its exit restores, and old versions of torch enter it once.
+    """
+    if stream is None:
+        return nullcontext()
+    fields = ("stream_id", "device_index", "device_type")
+    return torch.Stream(**{each: getattr(stream, each) for each in fields})
 
 
 def host_memory(

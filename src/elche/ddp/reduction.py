@@ -27,9 +27,9 @@ from torch import nn
 from elche.comm.model_buffers.buffers import BufferWatch
 from elche.comm.tensors.equal_tensors import broadcast_bits
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
-from elche.devices.memory import widest_float
 from elche.ddp.group import TorchGroup
 from elche.ddp.pass_weights import PassWeights
+from elche.devices.memory import widest_float
 from elche.errors import MismatchError
 
 Reduced = torch.futures.Future[torch.Tensor]

@@ -16,6 +16,7 @@ from tests.device import build
 CASES = Path(__file__).parent / "cases"
 TWO = "tdev:0,tdev:1"
 MIXED = "tdev:0,cpu"
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +80,7 @@ def test_two_devices_train_as_cpus(
 @pytest.mark.parametrize(
     ("devices", "schedule", "costs"),
     [
-        ("tdev:1", "1f1b", ""),
+        pytest.param("tdev:1", "1f1b", "", marks=SLOW),
         (TWO, "1f1b", "measure"),
         ("tdev:0,tdev:1,tdev:2", "interleaved-1f1b", ""),  # ranks send in a circle
     ],
@@ -97,7 +98,7 @@ def test_stages_on_devices_equal_one(
         assert {*each["devices"]} == {device}
 
 
-@pytest.mark.parametrize("devices", [TWO, MIXED])
+@pytest.mark.parametrize("devices", [TWO, pytest.param(MIXED, marks=SLOW)])
 def test_shares_follow_the_speed(tmp_path: Path, on_cpu: Any, devices: str) -> None:
     policy, expected = on_cpu
     found = run(

@@ -103,7 +103,8 @@ def test_frozen_parameters_that_no_optimizer_holds_may_be_replaced(change: str) 
     if not change:
         move_model(model, CPU, optimizers)
         return
-    with pytest.raises(elche.ConfigError, match=r"weight\), which the optimizer does"):
+    told = r"\(weight\), which the optimizer does"
+    with pytest.raises(elche.ConfigError, match=told):
         move_model(model, CPU, optimizers)
 
 

@@ -117,6 +117,20 @@ def test_evaluation_equals_cpu(device: torch.device) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("loss", ["mse_loss", "huber_loss"])
+def test_loss_equals_cpu(device: torch.device, loss: str, reduction: str) -> None:
+    found = []
+    for place in ("cpu", device):
+        x = torch.linspace(-2, 2, 12, device=place, requires_grad=True)
+        y = torch.linspace(0.1, 1, 12, device=place)
+        value = getattr(nn.functional, loss)(x, y, reduction=reduction)
+        value.sum().backward()
+        assert x.grad is not None
+        found.append((value.detach().cpu(), x.grad.cpu()))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_equals_cpu(device: torch.device, optimizer: str) -> None:
     expected = losses("cpu", "mlp", optimizer)

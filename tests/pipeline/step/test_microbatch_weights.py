@@ -127,16 +127,12 @@ def test_a_value_that_was_cut_by_its_size_alone_is_found_at_another_size() -> No
     made = [Shifted()]
     pipe = Pipeline(made, last_loss, micro_batches=2)
     pipe.step(x, y, shift=shift)
-    with pytest.raises(
-        ConfigError, match=r"'shift' has 8 rows for 6 samples"
-    ):
+    with pytest.raises(ConfigError, match=r"'shift' has 8 rows for 6 samples"):
         pipe.step(x[:6], y[:6], shift=shift)
     right = Pipeline(made, last_loss, micro_batches=2, whole=("shift",))
     expected = last_loss(made[0](x, shift), y).item()
     assert right.step(x, y, shift=shift).loss == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(
-        ConfigError, match=r"whole= names \['shfit'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"whole= names \['shfit'\]"):
         Pipeline(made, last_loss, micro_batches=2, whole=["shfit"]).step(
             x, y, shift=shift
         )

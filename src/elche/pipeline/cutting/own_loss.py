@@ -86,7 +86,8 @@ def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     made.graph_copy(graph, copies)
     made.output(copies[loss.args[1]])
-    made.eliminate_dead_code()
+    # Without the test dropout and switches of modes would stay, with all before them.
+    made.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     inputs = [node for node in made.nodes if node.op == "placeholder"]
     for node in made.nodes:
         is_known = node in inputs or node.op == "output"

@@ -204,14 +204,10 @@ def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
 
 
 def _zero(value: Any, loss: torch.Tensor) -> torch.Tensor:
-    """A loss of zero with gradients of zero.
-
-    The loss of a microbatch of weight zero may be NaN, and so would 0 x its gradients.
-    """
+    """A loss of zero with gradients of zero, in place of 0 x NaN."""
     tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
-    learning = [one for one in tensors if one.requires_grad]
-    zero = loss.detach().new_zeros(())
-    return sum((one.reshape(-1)[:0].sum().to(zero.dtype) for one in learning), zero)
+    parts = [one.reshape(-1)[:0].sum() for one in tensors if one.requires_grad]
+    return sum((one.to(loss.dtype) for one in parts), loss.detach().new_zeros(()))
 
 
 @final
@@ -268,7 +264,9 @@ class _Run:
             if not self.given.targets:
                 return
             target = self.given.targets[microbatch]
-        elif not self.is_training and loss_fn(value) is None:
+        elif loss_fn(value) is None:
+            if self.is_training:
+                raise ConfigError("the model returned no 'loss'; give it labels")
             return
         loss = self._owner.loss(value, target, microbatch)
         self.results.losses[microbatch] = loss.detach()

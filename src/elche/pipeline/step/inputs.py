@@ -196,9 +196,10 @@ def _read(
         shown = fingerprint(call.batch)
     given = {"batch": batch, "target": target, "keywords": keywords}
     taken = {name: one for name, one in keywords.items() if takes[name]}
+    weighed = (None, False) if what == "generate" else cutter.weigh(given)
     report = InputReport(
         *(what, "", samples, targets, loss_scale, takes, call.outputs, shown, omitted),
-        *(*cutter.weigh(given), cutter.shapes({**given, "keywords": taken})),
+        *(*weighed, cutter.shapes({**given, "keywords": taken})),
     )
     return LocalInput(report, *map(here, given.values()))
 

@@ -120,19 +120,17 @@ class Microbatches:
         role = BATCH if isinstance(loss_fn, OwnLoss) else TARGET
         cut = {one: self._cut(given[one], one) for one in (BATCH, TARGET)}
         if weight_of is not None and given[role] is not None:
-            weights = BatchWeights(weight_of, self._parts.rank)
             if not cut[role]:
                 raise ConfigError(f"weight_of= needs samples to cut in the {role}")
-            named = enumerate(cut[role])
-            return [
-                weights.of(x, f"the {role} of microbatch {i}") for i, x in named
-            ], False
+            of, where = BatchWeights(weight_of, self._parts.rank).of, f"the {role} of"
+            named = [
+                (one, f"{where} microbatch {i}") for i, one in enumerate(cut[role])
+            ]
+            return [of(*one) for one in named], False
         if isinstance(loss_fn, OwnLoss):
             sizes = [batch_samples(one) or 0 for one in cut[BATCH]]
             words = self.split(given[KEYWORDS], KEYWORDS, sizes)
-            counts = [
-                loss_fn.count(*one) for one in zip(cut[BATCH], words, strict=True)
-            ]
+            counts = map(loss_fn.count, cut[BATCH], words)
             return [one for one in counts if one is not None] or None, False
         uneven = [len(set(map(_ignored, parts))) > 1 for parts in cut.values()]
         return None, weight_of is None and any(uneven)

@@ -120,10 +120,48 @@ class Crossing(nn.Module):
         return (x @ self.mix)[..., :3]
 
 
+class Experts(nn.Module):
+    """Each row goes to one of its experts; rows of a sum below `least` are left out."""
+
+    def __init__(self, least: float | None = None) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.least = least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += int(self.training)
+        chosen, y = x[:, :3].argmax(-1), x.clone()
+        for index, expert in enumerate(self.experts):
+            if (mask := chosen == index).any():
+                y[mask] = expert(x[mask])
+        return y if self.least is None else y[x.sum(-1) > self.least]
+
+
+class Routed(nn.Module):
+    """A mixture of experts, with constants and `torch.no_grad` between its blocks."""
+
+    def __init__(self, least: float | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Experts(least) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            with torch.no_grad():
+                scale = x.square().sum(-1, keepdim=True)
+            x = block(x) + x * scale * torch.tensor([0.5, -0.5] * 4)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": ResNet,
     "gpt": Gpt,
     "crossing": Crossing,
+    "routed": Routed,
 }
 POINTS: dict[str, Any] = {
     "resnet": ["layer2", "layer3.1", "layer4"],

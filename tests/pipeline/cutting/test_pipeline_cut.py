@@ -36,7 +36,8 @@ def test_in_one_process(model: str, by_name: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "by_name"), [("crossing", True), ("gpt", False), ("resnet", True)]
+    ("model", "by_name"),
+    [("crossing", True), ("gpt", False), ("resnet", True), ("routed", False)],
 )
 def test_on_two_ranks(ranks2: RankPool, model: str, by_name: bool) -> None:
     check(ranks2, Cut(model, by_name, "zb-v"))

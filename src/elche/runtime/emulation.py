@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -147,7 +147,7 @@ class EmulationHandle:
             return
         # An exception in a backward pass skips its end: start afresh here.
         self._backward = _BackwardPass()
-        samples = _num_samples(args, kwargs)
+        samples = num_samples(args, kwargs)
         memory = self._config.memory_samples
         if memory is not None and samples > memory:
             raise torch.OutOfMemoryError(
@@ -244,7 +244,8 @@ def _tensor_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHan
     return handle
 
 
-def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def num_samples(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Leading dimension of the first tensor that has one."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]

@@ -76,7 +76,7 @@ def test_measuring_takes_its_budget_and_one_microbatch(seconds: float) -> None:
     assert found[0].forward_s == pytest.approx(seconds)
     assert all(one == found[0] for one in found), "of one kind"
     assert took_s <= min(BUDGET_S, 256 * seconds) + 26 * seconds + 1e-9
-    assert any(one.startswith("layer 7 of 12, about") for one in reports)
+    assert any(one.startswith("7 of 12 layers, ") for one in reports)
     assert reports[-1] == "", "the report has ended"
 
 

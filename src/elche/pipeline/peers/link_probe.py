@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from itertools import combinations
@@ -44,29 +43,26 @@ def measure_links(
         partner = high if peers.rank == low else low
         if partner in peers.transport.memory:
             continue
-        if peers.rank == low:
-            _echo_s(peers, partner, 1, timeout_s)  # until the partner answers
-            latency_s = _echo_s(peers, partner, 1, timeout_s)
-            large_s = _echo_s(peers, partner, LARGE_BYTES, timeout_s)
-            peers.send(partner, Message(), timeout_s, _WHAT)
-            rate = LARGE_BYTES / max(large_s - latency_s, 1e-9)
-            found.append((one, other, latency_s, rate))
+        if peers.rank == high:
+            while (message := peers.receive(low, timeout_s, _WHAT)).tensors:
+                peers.send(low, message, timeout_s, _WHAT)
             continue
-        while (message := peers.receive(partner, timeout_s, _WHAT)).tensors:
-            peers.send(partner, message, timeout_s, _WHAT)
+        # The first echo comes when the partner has reached this link.
+        sizes = (1, 1, LARGE_BYTES)
+        _, latency_s, large_s = (_echo_s(peers, high, n, timeout_s) for n in sizes)
+        peers.send(high, Message(), timeout_s, _WHAT)
+        rate = LARGE_BYTES / max(large_s - latency_s, 1e-9)
+        found.append((one, other, latency_s, rate))
     return found
 
 
-def _echo_s(peers: StagePeers, rank: int, numel: int, timeout_s: float) -> float:
+def _echo_s(peers: StagePeers, rank: int, nbytes: int, timeout_s: float) -> float:
     """Half of the shortest time in which a message is echoed."""
-    message = Message((torch.zeros(numel, dtype=torch.uint8, device="cpu"),))
-    least_s, spent_s = math.inf, 0.0
-    for _ in range(ROUNDS):
+    message = Message((torch.zeros(nbytes, dtype=torch.uint8, device="cpu"),))
+    took_s: list[float] = []
+    while len(took_s) < ROUNDS and sum(took_s) < MOST_S:
         begin_s = time.perf_counter()
         peers.send(rank, message, timeout_s, _WHAT)
         peers.receive(rank, timeout_s, _WHAT)
-        took_s = time.perf_counter() - begin_s
-        least_s, spent_s = min(least_s, took_s), spent_s + took_s
-        if spent_s > MOST_S:
-            break
-    return least_s / 2
+        took_s.append(time.perf_counter() - begin_s)
+    return min(took_s) / 2

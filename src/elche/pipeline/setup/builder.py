@@ -125,10 +125,9 @@ class PipelineBuilder:
         check_measuring(self._schedule, config)
         device, layers = self._device(), self._layers
         limit = memory_limit(config, self._placement, device, layers)
-        report = peers and peers.waits.report
-        measured = profile_layers(
-            layers, config.sample, device, self._emulation, report
-        )
+        given = layers, config.sample, device, self._emulation
+        report = () if peers is None else (peers.waits.report,)
+        measured = profile_layers(*given, *report)
         return [limit, [asdict(one) for one in measured]]
 
     def _build(

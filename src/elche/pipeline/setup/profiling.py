@@ -4,11 +4,7 @@ A layer is timed as it will run: through
 `elche.pipeline.split_backward.backward.StageBackward`, with deferred weight gradients,
 and unsplit. If its weight gradients cannot be deferred, or deferral costs too much, its
 backward runs unsplit. The plan (`elche.pipeline.setup.measured_plan`) then counts all
-of it as I, without W.
-
-First every layer runs one microbatch, whatever it takes. Layers of one structure whose
-times agree are of one kind. Then each kind is measured more exactly, as far as the
-budget allows.
+of it as I, without W. A layer of known structure and time is not measured again.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean, median
@@ -42,14 +38,15 @@ from elche.schedule.planning.profile import LayerTimes
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 3.0
-"""Time (s) for all measurements of a rank, beyond one run of each layer."""
-PROBES = 2
-"""Runs of a layer that is of no known kind; the first one also warms up."""
+"""Time (s) of all measurements, beyond one microbatch through each layer."""
+SHARERS = 4
+"""Most layers among which the remaining budget is divided: many are alike."""
 SAME_TIMES = 1.15
-"""Largest ratio of the times of two layers of one kind."""
+"""Largest ratio of the times of layers that count as equal."""
 WARM_RUNS = 1
+RUNS = 3
 UNDER_WAY = 4
-"""Largest number of microbatches in flight while a layer is timed."""
+"""Most microbatches in flight while a layer is timed."""
 MOST_TURNS = 4
 TURNS_BYTES = 64 * 2**20
 """Most parameter bytes of a layer and its copies that are timed in turn.
@@ -57,15 +54,13 @@ TURNS_BYTES = 64 * 2**20
 In a step, the other layers of the stage evict a layer's parameters from the caches.
 Larger parameters do not stay in the caches anyway.
 """
-RUNS = 3
+MOST_SPLIT_COST = 1.05
+"""Largest ratio of F + I + W to F + B at which a layer is still split."""
 LOG_EVERY_S = 5.0
 _LEAST_S = 1e-9
 _NOTHING = contextlib.nullcontext()
-MOST_SPLIT_COST = 1.05
-"""Largest ratio of F + I + W to F + B at which a layer is still split."""
-
-_Row: TypeAlias = tuple[float, float, float, float]
-"""Mean seconds of F, I, W and one end of a message."""
+_PassMessage: TypeAlias = Callable[[Message], float]
+"""Function that sends a message to this rank, and returns the time (s) at each end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +75,9 @@ class LayerMeasurement(LayerTimes):
         parameter_bytes: size of the parameters.
     """
 
-    activation_bytes: int
-    output_bytes: int
-    parameter_bytes: int
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    parameter_bytes: int = 0
 
 
 def profile_layers(
@@ -90,13 +85,14 @@ def profile_layers(
     sample: Any,
     device: torch.device,
     emulation: EmulationConfig | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> list[LayerMeasurement]:
     """Times forward, input gradient and weight gradient of each layer.
 
-    Takes the time of one microbatch, of the first layer's first run, and `BUDGET_S`. Layers are copied, or built from
-    their factories, one at a time. Neither modules nor torch's random numbers change,
-    and the device never holds more than one layer, or a few copies of a small one.
+    Takes `BUDGET_S`, and one run of each layer (two of the first one). Layers are
+    copied, or built from their factories, one at a time. Neither modules nor torch's
+    random numbers change, and the device never holds more than one layer, or a few
+    copies of a small one.
 
     Args:
         layers: layers of the model.
@@ -110,45 +106,20 @@ def profile_layers(
     """
     tensors, structure = flatten(as_tensors(sample, "the sample"), "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))
-    profiler = _Profiler(layers, device, emulation, report)
-    with random_state.forked([device]), contextlib.closing(profiler.loop):
+    with random_state.forked([device]), _message_path(device) as pass_message:
+        profiler = _Profiler(layers, device, emulation, report, pass_message)
         for index in range(len(layers)):
-            given = profiler.probe(index, given)
-        profiler.refine()
-    if report is not None:
-        report("")
-    return [kind.found for kind in profiler.kind_of]
-
-
-@dataclass
-class _Kind:
-    """Layers of one structure and of about the same times.
-
-    Attributes:
-        key: structure of the layers, and shapes of their input.
-        index: index of the first of them.
-        given: its input, on the CPU.
-        found: measurements so far.
-    """
-
-    key: object
-    index: int
-    given: Message
-    found: LayerMeasurement
-
-    @property
-    def run_s(self) -> float:
-        """Time of one microbatch."""
-        return self.found.forward_s + self.found.full_backward_s
+            given = profiler.measure(index, given)
+    report("")
+    return profiler.found
 
 
 @final
 class _Profiler:
-    """A measurement in progress; arguments as in `profile_layers`.
+    """A measurement in progress; most arguments as in `profile_layers`.
 
     Attributes:
-        loop: path of messages from this rank to itself.
-        kind_of: kind of each layer that has run.
+        found: measurements of the layers so far.
     """
 
     def __init__(
@@ -156,104 +127,75 @@ class _Profiler:
         layers: LayerList,
         device: torch.device,
         emulation: EmulationConfig | None,
-        report: Callable[[str], None] | None,
+        report: Callable[[str], None],
+        pass_message: _PassMessage,
     ) -> None:
-        self.loop, self.kind_of = _Loop(device), list[_Kind]()
+        self.found: list[LayerMeasurement] = []
         self._layers, self._device, self._emulation = layers, device, emulation
-        self._publish, self._text = report, ""
+        self._publish, self._pass_message = report, pass_message
+        self._text, self._runs = "", 0
+        self._known: list[tuple[object, float, LayerMeasurement]] = []
         self._begin_s = self._logged_s = time.perf_counter()
 
-    @property
-    def _left_s(self) -> float:
-        return self._begin_s + BUDGET_S - time.perf_counter()
-
-    def probe(self, index: int, given: Message) -> Message:
-        """Runs one microbatch through a layer; returns the output."""
-        count, spent_s = len(self._layers), BUDGET_S - self._left_s
-        self._text = f"layer {index + 1} of {count}"
-        if index:
-            rest_s = max(self._left_s, spent_s / index * (count - index))
-            self._text += f", about {rest_s:.0f} s left"
-        layer, given = self._copy_of(index), _on(given, self._device)
-        form = [(one.shape, one.dtype) for one in given.tensors]
-        key = (_structure(layer.module), form)
-        alike = [kind for kind in self.kind_of if kind.key == key]
-        (runner,), row = self._runners([layer], True), (math.inf,) * 4
-        for _ in range(PROBES):
+    def measure(self, index: int, given: Message) -> Message:
+        """Measures a layer; returns its output."""
+        moved = tuple(one.to(self._device) for one in given.tensors)
+        layer, given = self._copy_of(index), replace(given, tensors=moved)
+        rest, spent_s = len(self._layers) - index, time.perf_counter() - self._begin_s
+        expected_s = max(BUDGET_S - spent_s, spent_s / max(1, index) * rest)
+        self._text = f"{index} of {index + rest} layers, {expected_s:.0f} s left"
+        structure = _structure(layer.module, given)
+        split, row = self._runner(layer, True), tuple([math.inf] * 4)
+        for probe in range(2):  # the first one warms up, and may be disturbed
             saved: dict[int, int] = {}
-            again, output = self._timed([runner], given, 1, _counting(layer, saved))
-            if not self.kind_of and math.isinf(row[0]):
-                self._begin_s = time.perf_counter()  # torch's first backward imports
+            again, output = self._timed([split], given, 1, _counting(layer, saved))
+            if index == probe == 0:  # torch imports a lot in its first backward
+                self._begin_s = time.perf_counter()
             row = min(row, again, key=sum)
-            close = [one for one in alike if _are_close(one.run_s, sum(row[:3]))]
-            if close or sum(row) > self._left_s:
+            spent_s, run_s = (
+                time.perf_counter() - self._begin_s,
+                max(_LEAST_S, sum(row[:3])),
+            )
+            for known, known_s, found in self._known:
+                ratio = run_s / known_s
+                if known == structure and 1 / SAME_TIMES < ratio < SAME_TIMES:
+                    self.found.append(found)
+                    return output
+            if spent_s + run_s > BUDGET_S:
                 break
-        forward_s, input_s, weight_s, message_s = (max(_LEAST_S, one) for one in row)
-        if not runner.deferred and not isinstance(layer.module, OwnBackward):
-            input_s, weight_s = input_s + weight_s, 0.0
-        found = LayerMeasurement(
-            forward_s=forward_s,
-            input_gradient_s=input_s,
-            weight_gradient_s=weight_s,
-            message_s=message_s * self.loop.is_open,
+        budget_s = (BUDGET_S - spent_s) / min(rest, SHARERS)
+        rows: list[tuple[float, ...]] = [(*row, *row)]
+        if 2 * run_s < budget_s:
+            rows = self._rows(layer, index, given, budget_s, run_s)
+        found = _measurement(rows, layer, split.deferred > 0)
+        found = replace(
+            found,
             activation_bytes=sum(saved.values()),
             output_bytes=sum(one.nbytes for one in output.tensors),
-            parameter_bytes=sum(one.nbytes for one in layer.module.parameters()),
         )
-        kind = _Kind(key, index, _on(given, torch.device("cpu")), found)
-        self.kind_of.append(close[0] if close else kind)
+        self._known.append((structure, run_s, found))
+        self.found.append(found)
         return output
 
-    def refine(self) -> None:
-        """Measures each kind of layers for its share of the remaining budget."""
-        kinds = list({kind.index: kind for kind in self.kind_of}.values())
-        for number, kind in enumerate(kinds):
-            left_s, rest = max(0.0, self._left_s), len(kinds) - number
-            self._text = f"{rest} kinds of layers again, at most {left_s:.0f} s left"
-            self._refine(kind, left_s / rest)
-        logger.info(
-            "measured %d layers of %d kinds on %s in %.1f s",
-            *(len(self._layers), len(kinds), self._device, BUDGET_S - self._left_s),
-        )
-
-    def _refine(self, kind: _Kind, budget_s: float) -> None:
-        """Times a kind of layers with other layers and microbatches in between."""
-        microbatches = budget_s / (2 * kind.run_s)
-        if microbatches < 1:
-            return
-        microbatches = max(1.0, microbatches / RUNS)  # of a run
-        under_way = min(UNDER_WAY, int(microbatches))
-        most_copies = TURNS_BYTES // max(1, kind.found.parameter_bytes)
-        copies = min(MOST_TURNS, len(self._layers), most_copies)
-        copies = max(1, min(copies, int(microbatches / under_way)))
-        turns = [self._copy_of(kind.index) for _ in range(copies)]
-        given, rows = _on(kind.given, self._device), list[tuple[float, ...]]()
-        split, whole = self._runners(turns, True), self._runners(turns, False)
-        end_s = time.perf_counter() + budget_s
+    def _rows(
+        self, layer: Layer, index: int, given: Message, budget_s: float, run_s: float
+    ) -> list[tuple[float, ...]]:
+        """Times of runs with split and with whole backward, within the budget."""
+        microbatches = max(1, int(budget_s / (2 * RUNS * run_s)))  # of a run
+        under_way = min(UNDER_WAY, microbatches)
+        size_bytes = max(1, sum(one.nbytes for one in layer.module.parameters()))
+        fitting = min(MOST_TURNS, len(self._layers), TURNS_BYTES // size_bytes)
+        copies = max(1, min(fitting, microbatches // under_way))
+        turns = [layer, *(self._copy_of(index) for _ in range(copies - 1))]
+        split, whole = ([self._runner(t, s) for t in turns] for s in (True, False))
+        rows, end_s = list[tuple[float, ...]](), time.perf_counter() + budget_s
         while len(rows) < WARM_RUNS + RUNS:
             begin_s = time.perf_counter()
             both = (self._timed(one, given, under_way)[0] for one in (split, whole))
             rows.append(tuple(chain.from_iterable(both)))
             if 2 * time.perf_counter() - begin_s > end_s:
                 break
-        columns = list(zip(*(rows[WARM_RUNS:] or rows), strict=True))
-        times = [max(_LEAST_S, median(column)) for column in columns]
-        forward_s, input_s, weight_s, _, whole_s, *backward, message_s = times
-        backward_s = sum(backward)
-        # Other load on the machine only adds to a time, so compare minima.
-        least = [max(_LEAST_S, min(column)) for column in columns]
-        split_cost = sum(least[:3]) / sum(least[4:7])
-        is_put_off = split[0].deferred > 0 and split_cost <= MOST_SPLIT_COST
-        if not is_put_off and not isinstance(turns[0].module, OwnBackward):
-            forward_s, input_s, weight_s = whole_s, backward_s, 0.0
-        kind.found = replace(
-            kind.found,
-            forward_s=forward_s,
-            input_gradient_s=input_s,
-            weight_gradient_s=weight_s,
-            backward_s=backward_s,
-            message_s=message_s * self.loop.is_open,
-        )
+        return rows[WARM_RUNS:] or rows
 
     def _copy_of(self, index: int) -> Layer:
         """Separate copy of a layer to measure; a meta layer is filled with zeros."""
@@ -270,9 +212,9 @@ class _Profiler:
                     one.zero_()
         return Layer(layers.names[index], copied.to(device))
 
-    def _runners(self, turns: Sequence[Layer], splits: bool) -> list[StageBackward]:
-        stages = [Stage(0, [one], self._layers.unpacks) for one in turns]
-        return [StageBackward(one, None, splits, self._emulation) for one in stages]
+    def _runner(self, layer: Layer, splits: bool) -> StageBackward:
+        stage = Stage(0, [layer], self._layers.unpacks)
+        return StageBackward(stage, None, splits, self._emulation)
 
     def _timed(
         self,
@@ -280,8 +222,8 @@ class _Profiler:
         given: Message,
         under_way: int,
         counting: contextlib.AbstractContextManager[object] = _NOTHING,
-    ) -> tuple[_Row, Message]:
-        """Mean times, with others in flight, and the output.
+    ) -> tuple[tuple[float, ...], Message]:
+        """Mean times of F, I, W and one end of a message; and the output.
 
         As in a step, activations have left the caches before their backward, each
         forward allocates new memory, and other layers have run since a layer's
@@ -297,7 +239,7 @@ class _Profiler:
                     value = runner.forward(microbatch, given, {}, True)
                 message = runner.keep(microbatch, as_plain(value))
                 took_s[0].append(self._now_s() - begin_s)
-                took_s[3].append(self.loop.pass_s(message))
+                took_s[3].append(self._pass_message(message))
                 self._report()
         needed = zip(message.tensors, message.needs_grad, strict=True)
         gradients = [torch.ones_like(one) for one, is_needed in needed if is_needed]
@@ -306,80 +248,76 @@ class _Profiler:
                 begin_s = self._now_s()
                 runner.backward_input(microbatch, gradients)
                 input_s = self._now_s()
-                self._report()
-                weight_s = self._now_s()
                 runner.backward_weight(microbatch)
                 took_s[1].append(input_s - begin_s)
-                took_s[2].append(self._now_s() - weight_s)
+                took_s[2].append(self._now_s() - input_s)
                 self._report()
-        forward_s, inputs_s, weights_s, message_s = map(fmean, took_s)
-        return (forward_s, inputs_s, weights_s, message_s), message
+        return tuple(map(fmean, took_s)), message
 
     def _now_s(self) -> float:
         synchronize(self._device)
         return time.perf_counter()
 
     def _report(self) -> None:
-        if self._publish is not None:
-            self._publish(self._text)
+        self._runs += 1
+        self._publish(f"{self._text}, run {self._runs}")
         if time.perf_counter() - self._logged_s > LOG_EVERY_S:
             self._logged_s = time.perf_counter()
             logger.info("measuring on %s: %s", self._device, self._text)
 
 
-def _are_close(one_s: float, other_s: float) -> bool:
-    return max(one_s, other_s) <= SAME_TIMES * min(one_s, other_s)
+def _measurement(
+    rows: Sequence[Sequence[float]], layer: Layer, is_deferred: bool
+) -> LayerMeasurement:
+    columns = list(zip(*rows, strict=True))
+    times = [max(_LEAST_S, median(column)) for column in columns]
+    forward_s, input_s, weight_s, _, whole_s, *backward, message_s = times
+    # Other load on the machine only adds to a time, so compare minima.
+    least = [max(_LEAST_S, min(column)) for column in columns]
+    is_put_off = is_deferred and sum(least[:3]) <= MOST_SPLIT_COST * sum(least[4:7])
+    if not is_put_off and not isinstance(layer.module, OwnBackward):
+        forward_s, input_s, weight_s = whole_s, sum(backward), 0.0
+    return LayerMeasurement(
+        forward_s=forward_s,
+        input_gradient_s=input_s,
+        weight_gradient_s=weight_s,
+        backward_s=sum(backward),
+        message_s=message_s,
+        parameter_bytes=sum(one.nbytes for one in layer.module.parameters()),
+    )
 
 
-def _structure(module: nn.Module) -> object:
-    """Types of a layer's modules, and forms of its parameters and buffers."""
-    held = (*module.parameters(), *module.buffers())
+def _structure(module: nn.Module, given: Message) -> object:
+    """Types of a layer's modules, and forms of its input, parameters and buffers."""
+    held = (*module.parameters(), *module.buffers(), *given.tensors)
     return (
         [(type(one), one.training) for one in module.modules()],
         [(one.shape, one.dtype, one.requires_grad) for one in held],
     )
 
 
-def _on(given: Message, device: torch.device) -> Message:
-    return replace(given, tensors=tuple(one.to(device) for one in given.tensors))
-
-
-@final
-class _Loop:
-    """Message path through shared memory from this rank to itself.
-
-    Args:
-        device: device of the messages; only CPU messages use the path.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._outgoing: OutgoingMemory | None = None
-        self._incoming: IncomingMemory | None = None
+@contextlib.contextmanager
+def _message_path(device: torch.device) -> Iterator[_PassMessage]:
+    """Path through shared memory from this rank to itself, where ranks have one."""
+    into: IncomingMemory | None = None
+    with contextlib.ExitStack() as stack:
         if device.type == "cpu" and may_share_memory():
             with contextlib.suppress(OSError):
-                self._outgoing = OutgoingMemory()
-                self._incoming = IncomingMemory.open(self._outgoing.offer)
+                out = stack.enter_context(contextlib.closing(OutgoingMemory()))
+                into = IncomingMemory.open(out.offer)
+        if into is not None:
+            stack.callback(into.close)
 
-    @property
-    def is_open(self) -> bool:
-        """True if the path exists."""
-        return self._incoming is not None
+        def pass_message(message: Message) -> float:
+            if into is None:
+                return 0.0
+            begin_s = time.perf_counter()
+            out.send(0, Packed(message))
+            for _ in into.read():
+                pass
+            return (time.perf_counter() - begin_s) / 2
 
-    def pass_s(self, message: Message) -> float:
-        """Time of a message at each of its ends: half of the total."""
-        if self._outgoing is None or self._incoming is None:
-            return 0.0
-        begin_s = time.perf_counter()
-        self._outgoing.send(0, Packed(message))
-        for _ in self._incoming.read():
-            pass
-        return (time.perf_counter() - begin_s) / 2
-
-    def close(self) -> None:
-        """Releases the memory."""
-        for line in (self._outgoing, self._incoming):
-            if line is not None:
-                line.close()
+        yield pass_message
 
 
 def _counting(

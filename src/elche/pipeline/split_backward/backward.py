@@ -24,7 +24,12 @@ from elche.pipeline.split_backward.split_modules import SplitModules
 from elche.pipeline.split_backward.weight_gradients import WeightGradients
 from elche.pipeline.stage import Stage, changes_in_place
 from elche.pipeline.trees import flatten, unflatten
-from elche.runtime.emulation import FORWARD_FRACTION, EmulationConfig, sleep_until
+from elche.runtime.emulation import (
+    FORWARD_FRACTION,
+    EmulationConfig,
+    num_samples,
+    sleep_until,
+)
 
 
 @dataclass
@@ -35,6 +40,7 @@ class _Flight:
     outputs: list[torch.Tensor]
     is_split: bool
     emulated_s: float = 0.0
+    weight_s: float = 0.0
     input_is_done: bool = False
 
 
@@ -189,15 +195,19 @@ class StageBackward:
             )
         flight.input_is_done, begin_s = True, time.perf_counter()
         if self._own is not None:
-            own = list(self._own.backward_input(microbatch, tuple(gradients)))
+            found = list(self._own.backward_input(microbatch, tuple(gradients)))
             if self.guard is not None:
                 self.guard.after_own_input(microbatch)
-            sleep_until(begin_s + self._backward_s(microbatch, flight)[0])
-            return own
-        self._autograd(microbatch, flight, gradients)
-        sleep_until(begin_s + self._backward_s(microbatch, flight)[0])
-        found = [one.grad for one in flight.inputs if one.requires_grad]
-        flight.inputs, flight.outputs = [], []
+        else:
+            self._autograd(microbatch, flight, gradients)
+            found = [one.grad for one in flight.inputs if one.requires_grad]
+            flight.inputs, flight.outputs = [], []
+        if flight.emulated_s:  # layers that defer nothing take all of B here
+            defers = self._own is not None or self._store.waiting_for(microbatch)
+            share = len(self.stage.split_modules) / len(self.stage.layers)
+            backward_s = (1 - FORWARD_FRACTION) * flight.emulated_s
+            flight.weight_s = backward_s / 2 * share if defers else 0.0
+            sleep_until(begin_s + backward_s - flight.weight_s)
         return found
 
     def backward_weight(self, microbatch: int) -> None:
@@ -213,7 +223,7 @@ class StageBackward:
                 f"{microbatch} before its input gradient"
             )
         del self._flights[microbatch]
-        end_s = time.perf_counter() + self._backward_s(microbatch, flight)[1]
+        end_s = time.perf_counter() + flight.weight_s
         if self._own is not None:
             self._own.backward_weight(microbatch)
         else:
@@ -225,26 +235,14 @@ class StageBackward:
     def _emulated_s(self, given: Message) -> float:
         """Time of forward and backward on the emulated device; 0 on a real one.
 
-        Samples are the first dimension of the first tensor that needs a gradient; masks
-        and positions before it may have another.
+        The first tensor that needs a gradient has the samples: masks may have none.
         """
         if self._emulation is None:
             return 0.0
-        found = [one for one in given.tensors if one.dim()]
         pairs = zip(given.tensors, given.needs_grad, strict=True)
-        first = [one for one, needed in pairs if needed and one.dim()] or found
-        samples = first[0].shape[0] if first else 1
+        learning = [tensor for tensor, needed in pairs if needed]
+        samples = num_samples(learning or given.tensors, {})
         return len(self.stage.layers) * self._emulation.pass_s(samples)
-
-    def _backward_s(self, microbatch: int, flight: _Flight) -> tuple[float, float]:
-        """Times of I and W on the emulated device, equal for layers that defer W."""
-        if not flight.emulated_s:
-            return 0.0, 0.0
-        weight_s, backward_s = 0.0, (1 - FORWARD_FRACTION) * flight.emulated_s
-        if self._own is not None or self._store.waiting_for(microbatch):
-            deferring = len(self.stage.split_modules) / len(self.stage.layers)
-            weight_s = backward_s / 2 * deferring
-        return backward_s - weight_s, weight_s
 
     def _flight(self, microbatch: int) -> _Flight:
         flight = self._flights.get(microbatch)

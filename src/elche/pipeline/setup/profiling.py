@@ -152,10 +152,8 @@ class _Profiler:
             if index == probe == 0:  # torch imports a lot in its first backward
                 self._begin_s = time.perf_counter()
             row = min(row, again, key=sum)
-            spent_s, run_s = (
-                time.perf_counter() - self._begin_s,
-                max(_LEAST_S, sum(row[:3])),
-            )
+            spent_s = time.perf_counter() - self._begin_s
+            run_s = max(_LEAST_S, sum(row[:3]))
             for known, known_s, found in self._known:
                 ratio = run_s / known_s
                 if known == structure and 1 / SAME_TIMES < ratio < SAME_TIMES:

@@ -10,7 +10,14 @@ from typing import final
 
 from elche.comm.control.control_channel import ControlChannel
 from elche.comm.transport.process_group import CHECK_EVERY_S
-from elche.errors import CommunicationError, DeadlineError, ElcheError, RemoteRankError
+from elche.coordination.protocol.instructions import Regroup
+from elche.errors import (
+    CommunicationError,
+    DeadlineError,
+    ElcheError,
+    RankLostError,
+    RemoteRankError,
+)
 
 BEYOND_S = 60.0
 """gloo's own timeout (s) beyond every deadline of ours, whose errors name ranks."""
@@ -52,11 +59,18 @@ class Waits:
 
         Raises:
             RemoteRankError: the run has ended; the message has the reason.
+            RankLostError: a replica is lost, and the others continue.
             CommunicationError: the coordinator has disconnected.
         """
         abort = self._channel.find_abort()
         if abort is not None:
             raise RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)
+        if lost := self._channel.waiting(Regroup):
+            ranks = [rank for one in lost for rank in one.left]
+            raise RankLostError(
+                f"ranks {ranks} are gone during a call that is not repeated; only "
+                "step and clip_grad_norm_ are"
+            )
 
     def store_set(self, key: str, value: bytes) -> None:
         """Publishes a value for other ranks."""
@@ -75,16 +89,21 @@ class Waits:
             DeadlineError: the value was not published in time.
         """
         timeout_s -= BEYOND_S
-        try:
-            return self._channel.store_get(key, timeout_s)
-        except CommunicationError as error:
-            self.check()  # the run's abort may have the reason
-            if not isinstance(error, DeadlineError):
-                raise
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = until_s - time.monotonic()
+            try:
+                return self._channel.store_get(key, min(left_s, TELL_S))
+            except CommunicationError as error:
+                self.check()  # the run's abort may have the reason
+                if not isinstance(error, DeadlineError):
+                    raise
+                if left_s > TELL_S:
+                    continue
             raise DeadlineError(
                 f"rank {self._rank} waited {timeout_s:g} s for the other ranks to make "
                 "the same Pipeline; start all of them, and look at their own output"
-            ) from error
+            )
 
     def until(
         self,

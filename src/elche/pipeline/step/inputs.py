@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
+from elche.pipeline.trees import as_tensors, batch_samples, map_tensors, split_batch
 from elche.runtime.data.stream_reader import fingerprint
 
 COMPARED_STEPS = 2
@@ -94,6 +94,19 @@ class LocalInput:
     target: Any = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
     raised: Exception | None = None
+
+
+def part_of_call(call: Call, index: int, count: int) -> Call:
+    """One replica's part of a call that was given the batch of all replicas."""
+    given = (call.batch, call.target, dict(call.keywords))
+    samples = next(filter(None, map(batch_samples, given)), None)
+    if samples is None:
+        return call
+    sizes = [samples // count + (place < samples % count) for place in range(count)]
+    if not sizes[index]:
+        return replace(call, batch=None, target=None, keywords={})
+    batch, target, keywords = (split_batch(one, sizes)[index] for one in given)
+    return replace(call, batch=batch, target=target, keywords=keywords)
 
 
 def read_call(

@@ -83,21 +83,21 @@ with Pipeline(
     micro_batches=8 // replicas,
     seed=0,
     replicas=replicas,
+    split_batches=True,
     costs="measure" if options.measure else None,
     sample=torch.zeros(BATCH // 8, LENGTH, dtype=torch.long),
 ) as pipe:
-    share = slice(pipe.replica, None, pipe.num_replicas)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for step in range(STEPS):
         x, y = draw(corpus.train, generator)
-        loss = pipe.step(x[share], y[share]).loss
+        loss = pipe.step(x, y).loss
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         pipe.zero_grad()
         if pipe.rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss:.4f}")
     x, y = draw(corpus.held_out, generator)
-    held_out = pipe.evaluate(x[share], y[share]).loss
+    held_out = pipe.evaluate(x, y).loss
     if pipe.rank == 0:
         schedule = pipe.schedule
         stages = f"{list(pipe.partition)} layers on ranks {list(schedule.placement)}"

@@ -311,6 +311,7 @@ class Coordinator:
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         """Handles a rank that leaves in order; an error if others wait for it."""
+        self._replicas = ()
         replies = self._membership.leave(event)
         if self.is_finished:
             return self._begin_next_run(now_s)

@@ -38,6 +38,10 @@ def check(ranks: int, deaths: Deaths, victims: list[int]) -> None:
         assert passes == {STEPS * MICRO_BATCHES}
 
 
+def test_replicas_split_the_batch() -> None:
+    check(4, Deaths(), [])
+
+
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
@@ -58,5 +62,5 @@ def test_a_death_in_a_step(rank: int, where: str) -> None:
 
 
 def test_two_deaths_until_one_rank_is_left() -> None:
-    at = {0: (1, COMPUTING), 2: (4, END)}
+    at = {0: (1, CLIP + SOME), 2: (4, COMPUTING)}
     check(3, Deaths(replicas=3, schedule="zb-h1", at=at), [0, 2])

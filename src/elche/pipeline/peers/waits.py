@@ -69,7 +69,8 @@ class Waits:
             ranks = [rank for one in lost for rank in one.left]
             raise RankLostError(
                 f"ranks {ranks} are gone during a call that is not repeated; only "
-                "step and clip_grad_norm_ are"
+                "step and clip_grad_norm_ are; `elche run --max-restarts` restarts "
+                "such a run from its last checkpoint"
             )
 
     def store_set(self, key: str, value: bytes) -> None:

@@ -4,6 +4,7 @@ python examples/pipeline.py                              one process holds all l
 elche run --nproc 4 examples/pipeline.py                 two stages on each of four
 elche run --nproc 4 examples/pipeline.py --replicas 2    two pipelines of two ranks
 elche run --devices cuda:0,cpu examples/pipeline.py      a GPU and the CPU
+elche run --speeds 1,0.25 examples/pipeline.py --measure  layers by measured speed
 """
 
 import argparse
@@ -63,7 +64,9 @@ def draw(text, generator):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--replicas", type=int, default=1, help="each trains on its share")
-replicas = parser.parse_args().replicas
+parser.add_argument("--measure", action="store_true", help="share layers by speed")
+options = parser.parse_args()
+replicas = options.replicas
 
 # Factories: a rank builds the layers of its own stages, and no others.
 layers = [
@@ -75,21 +78,27 @@ corpus = load_corpus(max_chars=400_000)
 generator = torch.Generator().manual_seed(0)
 
 with Pipeline(
-    layers, loss_fn, micro_batches=8 // replicas, seed=0, replicas=replicas
+    layers,
+    loss_fn,
+    micro_batches=8 // replicas,
+    seed=0,
+    replicas=replicas,
+    split_batches=True,
+    costs="measure" if options.measure else None,
+    sample=torch.zeros(BATCH // 8, LENGTH, dtype=torch.long),
 ) as pipe:
-    share = slice(pipe.replica, None, pipe.num_replicas)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for step in range(STEPS):
         x, y = draw(corpus.train, generator)
-        loss = pipe.step(x[share], y[share]).loss
+        loss = pipe.step(x, y).loss
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         pipe.zero_grad()
         if pipe.rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss:.4f}")
     x, y = draw(corpus.held_out, generator)
-    held_out = pipe.evaluate(x[share], y[share]).loss
+    held_out = pipe.evaluate(x, y).loss
     if pipe.rank == 0:
         schedule = pipe.schedule
-        stages = f"{schedule.num_stages} stages on {len(set(schedule.placement))} ranks"
+        stages = f"{list(pipe.partition)} layers on ranks {list(schedule.placement)}"
         print(f"{schedule.name}, {stages}: held-out loss {held_out:.4f}")

@@ -18,7 +18,9 @@ from elche.coordination.fatal_losses import (
     fatal_setting,
 )
 from elche.coordination.membership import TRANSITIONS, RankState, cause_of, next_state
-from elche.coordination.protocol.events import Failed, Left, RankLost
+from elche.coordination.protocol.events import Failed, Left, RankLost, ReplicasFormed
+from elche.coordination.protocol.instructions import Abort, Regroup
+from elche.coordination.state import Coordinator
 from elche.errors import TransitionError
 
 
@@ -135,3 +137,31 @@ def test_an_impossible_transition_prints_the_table() -> None:
     with pytest.raises(TransitionError, match="got left and left") as raised:
         next_state(RankState.LEFT, "left", survives=True)
     assert "member   disconnected  lost          ended" in str(raised.value)
+
+
+def test_a_lost_rank_takes_its_replica_with_it_until_one_is_left() -> None:
+    core = Coordinator(6, survives=True)
+    for rank in range(6):
+        core.handle(ReplicasFormed(rank=rank, replicas=((0, 1), (2, 3), (4, 5))), 0.0)
+    assert core.survives(3)
+    first = core.handle(RankLost(rank=3), 1.0)
+    assert [(one.rank, one.left) for one in first if isinstance(one, Regroup)] == [
+        (rank, (2, 3)) for rank in (0, 1, 4, 5)
+    ]
+    assert core.lost == {2, 3}
+    assert core.handle(RankLost(rank=2), 1.5) == [], "it was fenced"
+    second = core.handle(RankLost(rank=0, silent_s=10.0), 2.0)
+    assert [one.rank for one in second if isinstance(one, Regroup)] == [4, 5]
+    assert core.silent == {0, 1}
+    assert not core.survives(4)
+    last = core.handle(RankLost(rank=4), 3.0)
+    assert [type(one) for one in last] == [Abort, Abort]
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_replicas_that_cannot_lose_one(survives: bool) -> None:
+    core = Coordinator(2, survives=survives)
+    core.handle(ReplicasFormed(rank=0, replicas=((0,), (1,))), 0.0)
+    assert core.survives(1) == survives
+    core.handle(Left(rank=0), 1.0)
+    assert not core.survives(1), "the others have left"

@@ -200,6 +200,12 @@ class Membership:
         self._change(self.ranks)
         return self._regroup(self.ranks, left=(rank,))
 
+    def lose_replica(self, members: Sequence[int]) -> list[Instruction]:
+        """Removes the ranks of a pipeline's replica; the others regroup."""
+        self.ranks.difference_update(members)
+        self.generation += 1
+        return self._regroup(self.ranks, left=tuple(members))
+
     def leave(self, event: Left) -> list[Instruction]:
         """Records a rank that leaves in order; a group being formed excludes it."""
         self.left[event.rank] = event

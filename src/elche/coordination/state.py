@@ -49,6 +49,7 @@ from elche.coordination.protocol.events import (
     Left,
     RankLost,
     Regrouped,
+    ReplicasFormed,
     Tick,
 )
 from elche.coordination.protocol.instructions import Instruction
@@ -86,6 +87,7 @@ class Coordinator:
         self.silent: set[int] = set()
         self._membership = Membership(world_size, grows=survives)
         self._epochs: Epochs | None = None
+        self._replicas: tuple[tuple[int, ...], ...] = ()
         self._barriers = Barriers()
         self._run = RunFacts(has_launcher=survives)
         self._deadline = Deadline(self._membership, self._barriers, timeout_s)
@@ -97,6 +99,7 @@ class Coordinator:
             EpochOpened: self._open_epoch,
             BarrierReached: self._barrier,
             DefaultGroupFormed: self._note_default_group,
+            ReplicasFormed: self._note_replicas,
             Failed: self._gone,
             Left: self._gone,
             RankLost: self._gone,
@@ -262,6 +265,10 @@ class Coordinator:
         self._run = replace(self._run, has_default_group=True)
         return []
 
+    def _note_replicas(self, event: ReplicasFormed, now_s: float) -> list[Instruction]:
+        self._replicas = event.replicas
+        return []
+
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
         if self._membership.left:
             return self._end.abort(
@@ -277,6 +284,8 @@ class Coordinator:
     def _gone(self, event: Left | Failed | RankLost, now_s: float) -> list[Instruction]:
         """Handles a rank's departure, whatever the cause, by `membership.TABLE`."""
         rank, cause, membership = event.rank, cause_of(event), self._membership
+        if isinstance(event, RankLost) and (replica := self._replica_without(rank)):
+            return self._lose_replica(rank, replica, cause, now_s)
         before, fatal = membership.state_of(rank), self._fatal_loss(rank)
         after = next_state(before, cause, survives=not fatal)
         if after is before:
@@ -302,6 +311,7 @@ class Coordinator:
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         """Handles a rank that leaves in order; an error if others wait for it."""
+        self._replicas = ()
         replies = self._membership.leave(event)
         if self.is_finished:
             return self._begin_next_run(now_s)
@@ -323,9 +333,29 @@ class Coordinator:
         replies = self._running().lose(rank)
         return [*replies, *self._membership.lose(rank)]
 
+    def _replica_without(self, rank: int) -> tuple[int, ...]:
+        """Ranks of a pipeline's replica that the others can lose; () if they cannot."""
+        run, replicas = self._run, self._replicas
+        if len(replicas) < 2 or not run.has_launcher or run.has_default_group:
+            return ()
+        if self._membership.left or self._epochs is not None:
+            return ()
+        return next((members for members in replicas if rank in members), ())
+
+    def _lose_replica(
+        self, rank: int, replica: tuple[int, ...], cause: str, now_s: float
+    ) -> list[Instruction]:
+        """Handles a lost rank of a replica, all of whose ranks are fenced."""
+        self.lost.update(replica)
+        self.silent.update(replica if cause == "silent" else ())
+        self._replicas = tuple(one for one in self._replicas if one != replica)
+        text = f"lost ({cause}) with its replica {replica}; the others continue"
+        self._story.decided(text, now_s, rank)
+        return self._membership.lose_replica(replica)
+
     def survives(self, rank: int) -> bool:
         """Returns True if the run would survive the loss of this rank now."""
-        return not self._fatal_loss(rank)
+        return bool(self._replica_without(rank)) or not self._fatal_loss(rank)
 
     def _fatal_loss(self, rank: int) -> str:
         """Returns the reason why a rank's loss ends the run; "" if it does not."""

@@ -93,9 +93,8 @@ class Pipeline:
         self._stepping = PipelineBuilder(*given, config, options).build()
         self._state = PipelineState(self._stepping)
         self._nothing = Placeholder(torch.zeros(1, device=self.device))
-        self._communicator, self._groups = self._state.communicator, self._state.groups
+        self._communicator = self._state.communicator
         self.config = self._stepping.config
-        self.rank, self.world_size = self._state.rank, self._state.world_size
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +116,16 @@ class Pipeline:
             "a Pipeline cannot be copied or pickled: it is one rank's end of "
             "connections; copy what state_dict() returns"
         )
+
+    @property
+    def rank(self) -> int:
+        """This rank; ranks are numbered anew when a replica is lost."""
+        return self._state.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._state.world_size
 
     @property
     def schedule(self) -> Schedule:
@@ -141,12 +150,12 @@ class Pipeline:
     @property
     def replica(self) -> int:
         """Index of the replica that this rank belongs to."""
-        return self._groups.index
+        return self._state.replica
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas of the pipeline that train the model together."""
-        return len(self._groups.ranks)
+        return len(self._state.groups.ranks)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -315,8 +324,12 @@ class Pipeline:
             CommunicationError: a rank has disconnected or is late; the pipeline has
                 ended.
         """
-        copies = self._stepping.replicas.copies
-        return clip_norm(self.parameters(), copies, max_norm, self._communicator)
+
+        def clip() -> float:
+            copies = self._stepping.replicas.copies
+            return clip_norm(self.parameters(), copies, max_norm, self._communicator)
+
+        return self._communicator.surviving(clip)
 
     def unscale_(
         self,

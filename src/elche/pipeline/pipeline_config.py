@@ -25,6 +25,10 @@ class PipelineConfig:
         replicas: number of pipelines that train the model together, each on equally
             many consecutive ranks and with its own batches; or the ranks of each. See
             `elche.pipeline.replicas.replicas`.
+        split_batches: whether every rank gives `step` and `evaluate` the batch and the
+            target of all replicas, which then cut them among themselves. A run under
+            `elche run` then continues when a rank dies: the ranks of its replica end,
+            and the others repeat the step.
         costs: measured costs of the stages, for schedules that depend on them. With
             ``"measure"`` each rank times the layers on its device at the start, and
             partition and schedule are planned from these times.
@@ -69,6 +73,7 @@ class PipelineConfig:
     partition: tuple[int, ...] | None = None
     stages_per_rank: int | None = None
     replicas: int | Sequence[Sequence[int]] = 1
+    split_batches: bool = False
     costs: PipelineCosts | Literal["measure"] | None = None
     sample: Any = None
     split_points: Sequence[str] | Mapping[str, Any] | None = None

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -73,6 +73,11 @@ class EmulationConfig:
     def pass_s(self, samples: int) -> float:
         """Seconds that ``samples`` take together, forward and backward."""
         return (self.fixed_ms + samples * self.ms_per_sample / self.speed) / 1e3
+
+    def for_layer(self, layers: int) -> EmulationConfig:
+        """The same device for one of a model's layers, which share its time equally."""
+        ms_per_sample, fixed_ms = self.ms_per_sample / layers, self.fixed_ms / layers
+        return replace(self, ms_per_sample=ms_per_sample, fixed_ms=fixed_ms)
 
 
 @final
@@ -142,7 +147,7 @@ class EmulationHandle:
             return
         # An exception in a backward pass skips its end: start afresh here.
         self._backward = _BackwardPass()
-        samples = _num_samples(args, kwargs)
+        samples = num_samples(args, kwargs)
         memory = self._config.memory_samples
         if memory is not None and samples > memory:
             raise torch.OutOfMemoryError(
@@ -160,7 +165,7 @@ class EmulationHandle:
         part = FORWARD_FRACTION if outputs else 1.0
         deadline_s = self._forward_begin_s + part * pass_s
         overrun_s = max(0.0, time.perf_counter() - deadline_s)
-        _sleep_until(deadline_s)
+        sleep_until(deadline_s)
         self._forwards += 1
         for tensor in outputs:
             _tensor_hook(tensor, self._output_hook(self._forwards, pass_s, overrun_s))
@@ -182,7 +187,7 @@ class EmulationHandle:
         backward.gradients += 1
         done = min(1.0, backward.gradients / self._num_parameters)
         deadline_s = backward.begin_s + done * backward.duration_s
-        if _sleep_until(deadline_s):
+        if sleep_until(deadline_s):
             backward.woke_s = time.perf_counter()
 
     def _running_backward(self) -> _BackwardPass:
@@ -196,7 +201,7 @@ class EmulationHandle:
         backward, self._backward = self._backward, _BackwardPass()
         deadline_s = backward.begin_s + backward.duration_s
         late_s = time.perf_counter() - max(deadline_s, backward.woke_s)
-        _sleep_until(deadline_s)
+        sleep_until(deadline_s)
         overrun_s = backward.forward_overrun_s + max(0.0, late_s)
         self.steps += 1
         self.nominal_s += backward.passes_s
@@ -239,7 +244,8 @@ def _tensor_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHan
     return handle
 
 
-def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def num_samples(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Leading dimension of the first tensor that has one."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
@@ -249,8 +255,8 @@ def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     )
 
 
-def _sleep_until(deadline_s: float) -> bool:
-    """Sleep until `deadline_s` of `time.perf_counter`; False if it has passed."""
+def sleep_until(deadline_s: float) -> bool:
+    """Sleeps until `deadline_s` of `time.perf_counter`; False if it has passed."""
     remaining_s = deadline_s - time.perf_counter()
     if remaining_s <= 0:
         return False

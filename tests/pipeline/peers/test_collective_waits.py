@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,3 +72,33 @@ def test_a_sum_that_does_not_come_names_the_deadline(
     with pytest.raises(DeadlineError, match="for rank 1: the sum; rank 1 is late"):
         wait(Ends(float("inf")), 0.0, one)
     assert told == ["1 the sum"]
+
+
+class Busy(Calm):
+    """A coordinator that has another report of rank 1 each time, and then the last."""
+
+    def __init__(self) -> None:
+        self.texts = [b" layer 1", b" layer 2", b" layer 3"]
+
+    def store_set(self, key: str, value: bytes) -> None:
+        pass
+
+    def store_forget(self, key: str) -> None:
+        pass
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        return self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+
+
+def test_a_rank_that_reports_is_waited_for() -> None:
+    channel: Any = Busy()
+    polls: list[float] = []
+
+    def look() -> bool:
+        polls.append(time.monotonic())
+        time.sleep(0.01)
+        return False
+
+    with pytest.raises(DeadlineError, match=r"waited 0\.2 s .* rank 1 is late"):
+        waits.Waits(channel, 0, "pipeline/1").until(look, [1], "the layers", 0.2)
+    assert polls[-1] - polls[0] > 0.7, "until the last report, and its deadline"

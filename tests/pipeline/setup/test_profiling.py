@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,27 +14,35 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.measured_plan import memory_limit, plan_measured
-from elche.pipeline.setup.profiling import LayerMeasurement, profile_layers
+from elche.pipeline.setup.profiling import BUDGET_S, LayerMeasurement, profile_layers
+from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.stage import Layer, Stage
+from elche.runtime.emulation import EmulationConfig
 from elche.runtime.process.environment import Placement
 from elche.schedule.costs import PipelineCosts
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.pipeline.cases.pipeline_cases import Recurrent as Waiting
 from tests.pipeline.setup.cases.profiling_cases import (
+    BYTES_PER_S,
+    DELAY_S,
     LAYERS,
     SLOW_RANK,
     WIDTH,
+    Clock,
     Emulated,
     Recurrent,
     SplitsDearly,
     batch,
     layers_with,
     left_out,
+    linked,
     mixed_layers,
     profiled,
     unsplit,
@@ -55,6 +64,29 @@ def test_each_part_of_a_layer_is_timed() -> None:
     assert slow.input_gradient_s == pytest.approx(0.02)
     assert slow.weight_gradient_s < 1e-6
     assert fast.forward_s < 1e-6
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.05, 0.3, 2.0])
+def test_measuring_takes_its_budget_and_one_microbatch(seconds: float) -> None:
+    reports: list[str] = []
+    layers = layers_of([Emulated(seconds).double() for _ in range(12)], None)
+    with virtual_time():
+        begin_s = Clock.now_s
+        found = profile_layers(layers, batch()[0], CPU, None, reports.append)
+        took_s = Clock.now_s - begin_s
+    assert found[0].forward_s == pytest.approx(seconds)
+    assert all(one == found[0] for one in found), "of one kind"
+    assert took_s <= min(BUDGET_S, 256 * seconds) + 26 * seconds + 1e-9
+    assert any(one.startswith("7 of 12 layers, ") for one in reports)
+    assert reports[-1] == "", "the report has ended"
+
+
+def test_layers_of_one_structure_and_other_times_are_told_apart() -> None:
+    layers = [Emulated(s).double() for s in (0.01, 0.02, 0.01, 0.02, 0.0105)]
+    with virtual_time():
+        found = profiled_of(layers, batch()[0], CPU)
+    expected = [0.01, 0.02, 0.01, 0.02, 0.01]
+    assert [one.forward_s for one in found] == pytest.approx(expected)
 
 
 def parametrized() -> nn.Module:
@@ -135,8 +167,19 @@ def test_factories_and_meta_layers_are_measured_without_the_model() -> None:
     assert meta.weight.is_meta
 
 
+def measured(seconds: float) -> LayerMeasurement:
+    return LayerMeasurement(
+        forward_s=seconds,
+        input_gradient_s=seconds,
+        weight_gradient_s=seconds,
+        activation_bytes=8,
+        output_bytes=8,
+        parameter_bytes=8,
+    )
+
+
 def plan(slow: float, layers: int = 9, limit: float = math.inf) -> PipelineConfig:
-    told = [[LayerMeasurement(t, t, t, 2 * t, 8, 8, 8)] * layers for t in (1.0, slow)]
+    told = [[measured(t)] * layers for t in (1.0, slow)]
     return plan_measured(told, [math.inf, limit], "1f1b", 8, PipelineConfig())[1]
 
 
@@ -149,6 +192,66 @@ def layers_by_rank(config: PipelineConfig) -> dict[int, int]:
 
 def test_the_plan_follows_the_times() -> None:
     assert layers_by_rank(plan(slow=2.0)) == {0: 6, 1: 3}
+
+
+def test_stages_avoid_a_slow_link() -> None:
+    rows, links = [[measured(1.0)] * 9] * 3, [(0, 1, 0.0, 1e9), (1, 2, 0.0, 1e9)]
+    for slow in ((0, 2, 5.0, 1e9), (0, 2, 0.0, 1.6)):
+        made, config = plan_measured(
+            *(rows, [math.inf] * 3, "1f1b", 8, PipelineConfig(), [*links, slow])
+        )
+        assert made.placement[1] == 1
+        assert isinstance(config.costs, PipelineCosts)
+        assert max(config.costs.links) < 1e-6
+
+
+@pytest.mark.distributed
+def test_links_between_hosts_are_measured(ranks3: RankPool) -> None:
+    found = ranks3.run(linked, case_setup=serve_in_thread)
+    assert [[link[:2] for link in each] for each in found] == [
+        *([(0, 1), (0, 2)], [(1, 2)], [])
+    ]
+    for _, _, latency_s, bytes_per_s in found[0] + found[1]:
+        assert latency_s >= DELAY_S
+        assert 0 < bytes_per_s <= 1.5 * BYTES_PER_S
+
+
+@pytest.mark.distributed
+def test_emulated_speeds_are_measured(ranks2: RankPool) -> None:
+    speeds = [{"ELCHE_SPEED": one, "ELCHE_MS_PER_SAMPLE": "99"} for one in ("1", ".25")]
+    case = profiled, "1f1b", 8, True
+    found = ranks2.run(*case, env=speeds, case_setup=serve_in_thread)
+    assert [one.layers for one in found] == [8, 2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_split", "expected"),
+    [
+        ([nn.Linear(WIDTH, WIDTH)], True, (1, 1, 1)),
+        ([nn.Linear(WIDTH, WIDTH)], False, (1, 2, 0)),
+        ([Recurrent()], True, (1, 2, 0)),
+        ([nn.Linear(WIDTH, WIDTH), nn.Tanh()], True, (2, 3, 1)),
+    ],
+)
+def test_a_stage_takes_its_emulated_time(
+    layers: list[nn.Module], is_split: bool, expected: tuple[int, int, int]
+) -> None:
+    named = [Layer(str(place), one) for place, one in enumerate(layers)]
+    stage = Stage(0, named, False, unsplit=[1])
+    emulation = EmulationConfig(speed=0.25, ms_per_sample=300.0).for_layer(4)
+    given = Message((torch.randn(5, WIDTH),), ["t"], (True,))
+    with virtual_time():
+        runner = StageBackward(stage, None, emulation=emulation)
+        runner.begin_step()
+        times_s = [Clock.now_s]
+        message = runner.keep(0, runner.forward(0, given, {}, is_split))
+        times_s.append(Clock.now_s)
+        runner.backward_input(0, list(message.tensors))
+        times_s.append(Clock.now_s)
+        runner.backward_weight(0)
+        times_s.append(Clock.now_s)
+    took_s = [end - begin for begin, end in pairwise(times_s)]
+    assert took_s == pytest.approx([0.5 * part for part in expected])
 
 
 def test_the_plan_stays_within_the_memory() -> None:
@@ -181,7 +284,7 @@ def test_memory_that_is_none_is_refused(limits: Any) -> None:
 
 
 def test_ranks_with_other_layers_are_refused() -> None:
-    one = LayerMeasurement(1.0, 1.0, 1.0, 2.0, 8, 8, 8)
+    one = measured(1.0)
     told = [[one] * 3, [one] * 4]
     with pytest.raises(MismatchError, match=r"numbers of layers: \[3, 4\]"):
         plan_measured(told, [math.inf] * len(told), "1f1b", 2, PipelineConfig())

@@ -262,6 +262,14 @@ class DefaultGroupFormed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasFormed:
+    """Ranks of a pipeline's replicas, each of which can continue without the others."""
+
+    rank: int
+    replicas: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A rank ends with an error, or by ``sys.exit(exit_code)`` inside an epoch."""
 
@@ -322,6 +330,7 @@ Event = (
     | PassBegun
     | BarrierReached
     | DefaultGroupFormed
+    | ReplicasFormed
     | Failed
     | Left
     | RankLost

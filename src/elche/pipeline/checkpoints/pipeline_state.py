@@ -24,6 +24,8 @@ from elche.pipeline.checkpoints.named_states import (
     named_state,
     only_optimizer,
 )
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.stepping import Stepping
 from elche.pipeline.trees import flatten, unflatten
 from elche.runtime.report.notifications import RunNotifications
@@ -39,12 +41,7 @@ class PipelineState:
     Attributes:
         stepping: the argument.
         communicator: connections to all ranks.
-        groups: ranks of each replica.
         timeout_s: deadline (s) of each message.
-        rank: this rank.
-        world_size: number of ranks of the run.
-        replica: index of this rank's replica.
-        parts: this rank's stages and plan.
         passes: this rank's passes over the loader.
         optimizers: registered optimizers.
         notifications: messages for the user.
@@ -55,16 +52,38 @@ class PipelineState:
 
     def __init__(self, stepping: Stepping) -> None:
         self.stepping, self.communicator = stepping, stepping.communicator
-        self.groups, self.timeout_s = stepping.groups, stepping.config.timeout_s
-        self.rank = self.communicator.rank
-        self.world_size = sum(map(len, self.groups.ranks))
-        self.replica = self.groups.index
-        self.parts, self.passes = stepping.parts, stepping.passes
+        self.timeout_s, self.passes = stepping.config.timeout_s, stepping.passes
         self.on_close: Callable[[bool], None] | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.notifications = RunNotifications(self.rank)
         self.notifications.emit = lambda line: print(line, file=sys.stderr, flush=True)
         _open.append(weakref.ref(self))
+
+    # A lost replica changes these.
+    @property
+    def groups(self) -> ReplicaGroups:
+        """Ranks of each replica."""
+        return self.stepping.groups
+
+    @property
+    def parts(self) -> Parts:
+        """This rank's stages and plan."""
+        return self.stepping.parts
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the run."""
+        return sum(map(len, self.groups.ranks))
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's replica."""
+        return self.groups.index
 
     @staticmethod
     def only_open() -> PipelineState | None:

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from elche.errors import (
     CommunicationError,
     ConfigError,
+    DeadlineError,
     MismatchError,
 )
 from elche.pipeline.peers.peers import StagePeers
@@ -19,7 +20,12 @@ from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.executor import StepInput, StepResults
 
+T = TypeVar("T")
 OF_ALL_REPLICAS = "the settings"
+
+
+class _RepeatCall(Exception):  # noqa: N818
+    """A replica is lost, and no rank has ended the call."""
 
 
 @final
@@ -32,6 +38,10 @@ class PipelineCommunicator:
         rank: this rank.
         peers: connections to the other ranks; None without other ranks.
         timeout_s: deadline (s) of waits outside steps.
+
+    Attributes:
+        rebuild: called with the former numbers of the ranks that are left, after a
+            replica is lost; None if that ends the run.
     """
 
     def __init__(self, rank: int, peers: StagePeers | None, timeout_s: float) -> None:
@@ -39,6 +49,8 @@ class PipelineCommunicator:
         self.rank = rank
         self._timeout_s = timeout_s
         self._ended = ""
+        self._calls, self._is_repeated, self._last = 0, False, list[Any]()
+        self.rebuild: Callable[[Sequence[int]], None] | None = None
         if peers is not None:
             _leave_at_exit(peers)
 
@@ -47,8 +59,64 @@ class PipelineCommunicator:
         self.check_open()
         if self.peers is None:
             return [value]
+        try:
+            found = self.peers.exchange(value, self._timeout_s, what)
+        except CommunicationError as error:
+            if (last := self._survive(error)) is None:
+                raise _RepeatCall from error
+            return last
+        except Exception as error:
+            self.fail(error)
+            raise
+        self._last = found
+        return found
+
+    def surviving(self, call: Callable[[], T]) -> T:
+        """Carries out a call of all ranks, again after each replica that is lost.
+
+        A call ends with an exchange. If another rank has its result, every rank has
+        done its part, and this rank receives the result from there. Else no rank has
+        ended the call, and all repeat it.
+        """
+        while True:
+            self._is_repeated = self.rebuild is not None
+            try:
+                found = call()
+                self._calls += 1
+                return found
+            except _RepeatCall:
+                continue
+            except CommunicationError as error:
+                last = self._survive(error)
+                assert last is None, "a rank has ended the call without this one"
+            finally:
+                self._is_repeated = False
+
+    def _survive(self, error: CommunicationError) -> list[Any] | None:
+        """Connects the ranks that are left after a loss, if the run survives it.
+
+        Returns:
+            Result of the call's last exchange, if another rank has ended the call.
+
+        Raises:
+            CommunicationError: `error`; the pipeline has ended.
+        """
+        is_repeated, self._is_repeated = self._is_repeated, False
         with self.ending_on_failure():
-            return self.peers.exchange(value, self._timeout_s, what)
+            if not is_repeated or isinstance(error, DeadlineError) or not self.peers:
+                raise error
+            if self._ended or not self.peers.awaits_loss():
+                raise error
+            last = self._last
+            self.peers, kept = self.peers.rejoin(self._timeout_s)
+            self.rank = self.peers.rank
+            _leave_at_exit(self.peers)
+            what = "the calls that have ended"
+            reports = self.peers.exchange([self._calls, last], self._timeout_s, what)
+            assert self.rebuild is not None, "set before a call is repeated"
+            self.rebuild(kept)
+        calls, last = max(reports, key=lambda report: int(report[0]))
+        return last if calls > self._calls else None
 
     def check_open(self) -> None:
         """Raises if the pipeline is no longer usable.
@@ -65,7 +133,9 @@ class PipelineCommunicator:
         try:
             yield
         except Exception as error:
-            self.fail(error)
+            is_survivable = self._is_repeated and isinstance(error, CommunicationError)
+            if not (is_survivable or isinstance(error, _RepeatCall)):
+                self.fail(error)
             raise
 
     def fail(self, error: BaseException) -> None:
@@ -185,8 +255,8 @@ class PipelineCommunicator:
             return results, [_losses(results)], wants_cut()
         with self.ending_on_failure():
             results = carry_out(given)
-            report, what = [_losses(results), wants_cut()], "the end of the step"
-            reports = self.peers.exchange(report, given.timeout_s, what)
+            report = [_losses(results), wants_cut()]
+            reports = self.exchange(report, "the end of the step")
         return results, [losses for losses, _ in reports], reports[0][1]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -24,13 +26,26 @@ from elche.comm.transport.gloo_lines import end_waits
 from elche.comm.transport.message_memory import open_message_memory
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.comm.transport.point_to_point import LOOK_EVERY_S, PointToPoint
-from elche.comm.transport.process_group import SLEEP_S, Group, gather_texts
-from elche.coordination.protocol.events import Failed, Left
+from elche.comm.transport.process_group import (
+    CHECK_EVERY_S,
+    SLEEP_S,
+    Group,
+    gather_texts,
+)
+from elche.coordination.protocol.events import Failed, Left, ReplicasFormed
+from elche.coordination.protocol.instructions import Regroup
 from elche.devices.backends import form_group
-from elche.errors import CommunicationError, ConfigError, RemoteRankError
-from elche.pipeline.peers.waits import BEYOND_S, Waits
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    RankLostError,
+    RemoteRankError,
+)
+from elche.pipeline.peers.waits import BEYOND_S, REASON_WITHIN_S, Waits
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
 _DECLINE_S = 30.0
@@ -46,13 +61,19 @@ class StagePeers:
         channel: control channel to the coordinator, for the rendezvous and failures.
         group: the process group.
         name: the pipeline's name in the coordinator's store.
+        members: numbers of its ranks in the run; () if they are the same.
 
     Attributes:
         transport: messages of steps.
     """
 
     def __init__(
-        self, placement: Placement, channel: ControlChannel, group: Group, name: str
+        self,
+        placement: Placement,
+        channel: ControlChannel,
+        group: Group,
+        name: str,
+        members: Sequence[int] = (),
     ) -> None:
         self.rank = placement.rank
         self.world_size = placement.world_size
@@ -60,10 +81,11 @@ class StagePeers:
         self.transport = PointToPoint(
             *(group.point_to_point, self.rank, self.world_size, self.waits.until)
         )
+        self._members = tuple(members) or tuple(range(self.world_size))
+        self._placement = placement
         self._channel = channel
         self._group = group
         self._name = name
-        self._listen = placement.listen
         self._closed = False
         self._subgroups: list[Group] = []
         self._devices: DeviceGroup | None = None
@@ -79,20 +101,30 @@ class StagePeers:
         assert placement.coordinator is not None
         number = _joined[placement.coordinator, placement.key] + 1
         _joined[placement.coordinator, placement.key] = number
-        name = f"pipeline/{number}"
+        name, members = f"pipeline/{number}", range(placement.world_size)
         try:
-            group = Group.form(
-                Waits(channel, placement.rank, name),
-                placement.rank,
-                placement.world_size,
-                -number,  # generations of a data-parallel run count up
-                placement.listen,
-                timeout_s + BEYOND_S,
-            )
+            return StagePeers._form(placement, channel, name, members, timeout_s)
         except BaseException:
             channel.close()
             raise
-        peers = StagePeers(placement, channel, group, name)
+
+    @staticmethod
+    def _form(
+        placement: Placement,
+        channel: ControlChannel,
+        name: str,
+        members: Sequence[int],
+        timeout_s: float,
+    ) -> StagePeers:
+        group = Group.form(
+            Waits(channel, placement.rank, name),
+            placement.rank,
+            placement.world_size,
+            name,
+            placement.listen,
+            timeout_s + BEYOND_S,
+        )
+        peers = StagePeers(placement, channel, group, name, members)
         group.check = peers.waits.check
         try:  # shared memory to ranks on this host, gloo to the others
             memory = open_message_memory(
@@ -101,9 +133,54 @@ class StagePeers:
             )
             peers.transport.connect(memory)
         except BaseException:
-            peers.close()
+            peers.disconnect()
             raise
         return peers
+
+    def announce(self, replicas: Sequence[Sequence[int]]) -> None:
+        """Reports that each of these replicas can continue without the others."""
+        ranks = (tuple(self._members[rank] for rank in one) for one in replicas)
+        member = self._members[self.rank]
+        self._channel.send(ReplicasFormed(rank=member, replicas=tuple(ranks)))
+
+    def awaits_loss(self) -> bool:
+        """Waits a moment for the coordinator's notice that a replica is lost.
+
+        Raises:
+            RemoteRankError: the run has ended.
+        """
+        until_s = time.monotonic() + REASON_WITHIN_S
+        while time.monotonic() < until_s:
+            try:
+                self.waits.check()
+            except RankLostError:
+                return True
+            time.sleep(CHECK_EVERY_S)
+        return False
+
+    def rejoin(self, timeout_s: float) -> tuple[StagePeers, tuple[int, ...]]:
+        """Connects to the ranks that are left, which are numbered anew.
+
+        Returns:
+            The new connections, and the former numbers of their ranks.
+        """
+        self.disconnect()
+        regroups = self._channel.take(Regroup)
+        lost = {rank for one in regroups for rank in one.left}
+        kept = [r for r, member in enumerate(self._members) if member not in lost]
+        level = logging.INFO if kept.index(self.rank) else logging.WARNING
+        logger.log(
+            level,
+            "ranks %s are gone; %d ranks continue, and repeat the step",
+            *(sorted(lost), len(kept)),
+        )
+        members = [self._members[rank] for rank in kept]
+        place = replace(
+            self._placement, rank=kept.index(self.rank), world_size=len(kept)
+        )
+        name = f"{self._name}/{regroups[-1].generation}"
+        made = StagePeers._form(place, self._channel, name, members, timeout_s)
+        return made, tuple(kept)
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:
@@ -161,7 +238,8 @@ class StagePeers:
 
     def heeds_signals(self, heeds: bool) -> None:
         """Reports to the launcher whether this rank stops by itself after a signal."""
-        self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
+        key = heeds_key(self._members[self.rank])
+        self._channel.store_set(key, b"1" if heeds else b"")
 
     def form_groups(
         self, wanted: Sequence[tuple[int, ...]], shares: bool, timeout_s: float
@@ -190,7 +268,7 @@ class StagePeers:
                 ranks.index(self.rank),
                 len(ranks),
                 f"{self._name}/{named}",
-                self._listen,
+                self._placement.listen,
                 timeout_s + BEYOND_S,
             )
             groups[ranks].shares_host = agree_to_share(groups[ranks], shares)
@@ -273,7 +351,7 @@ class StagePeers:
         """Ends the run for all ranks, with this rank's error as reason."""
         if not self._closed and not isinstance(error, RemoteRankError):
             failed = Failed(
-                rank=self.rank,
+                rank=self._members[self.rank],
                 error=f"{type(error).__name__}: {error}",
                 traceback="".join(traceback.format_exception(error)),
             )
@@ -286,18 +364,21 @@ class StagePeers:
         if not self._closed:
             with contextlib.suppress(CommunicationError, RemoteRankError):
                 self.transport.flush(_LEAVE_S)
-                self._channel.send(Left(rank=self.rank))
+                self._channel.send(Left(rank=self._members[self.rank]))
         self._end()
 
     def _end(self) -> None:
-        if self._closed:
-            return
+        if not self._closed:
+            self.disconnect()
+            self._channel.close()
+
+    def disconnect(self) -> None:
+        """Closes the connections to other ranks, which may be gone."""
         self._closed = True
         for group in self._subgroups:  # first, to release ranks that wait in them
             end_waits(group.point_to_point, group.rank, group.world_size)
         self.transport.close()
         for group in (*self._subgroups, self._group):
             group.close()
-        self._channel.close()
         if self._devices is not None:
             self._devices.close()  # last: the others have been notified

@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from elche.comm.control.control_channel import ControlChannel
 from elche.comm.transport.process_group import CHECK_EVERY_S
-from elche.errors import CommunicationError, DeadlineError, ElcheError, RemoteRankError
+from elche.coordination.protocol.instructions import Regroup
+from elche.errors import (
+    CommunicationError,
+    DeadlineError,
+    ElcheError,
+    RankLostError,
+    RemoteRankError,
+)
 
 BEYOND_S = 60.0
 """gloo's own timeout (s) beyond every deadline of ours, whose errors name ranks."""
@@ -20,6 +27,8 @@ NAMED_AFTER_S = 10.0
 """Minimum wait (s) after which the log names the late rank."""
 NAMED_AFTER_WAITS = 4
 """Multiple of the longest wait so far after which the log names the late rank."""
+REPORT_EVERY_S = 0.5
+"""Shortest time (s) between two reports of progress."""
 REASON_WITHIN_S = 5.0
 """Longest wait (s) for the reason of a lost connection from the coordinator."""
 
@@ -43,18 +52,26 @@ class Waits:
         self._channel = channel
         self._rank = rank
         self._name = name
-        self._longest_s = 0.0
+        self._longest_s = self._reported_s = 0.0
 
     def check(self) -> None:
         """Raises if the run has ended.
 
         Raises:
             RemoteRankError: the run has ended; the message has the reason.
+            RankLostError: a replica is lost, and the others continue.
             CommunicationError: the coordinator has disconnected.
         """
         abort = self._channel.find_abort()
         if abort is not None:
             raise RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)
+        if lost := self._channel.waiting(Regroup):
+            ranks = [rank for one in lost for rank in one.left]
+            raise RankLostError(
+                f"ranks {ranks} are gone during a call that is not repeated; only "
+                "step and clip_grad_norm_ are; `elche run --max-restarts` restarts "
+                "such a run from its last checkpoint"
+            )
 
     def store_set(self, key: str, value: bytes) -> None:
         """Publishes a value for other ranks."""
@@ -73,16 +90,21 @@ class Waits:
             DeadlineError: the value was not published in time.
         """
         timeout_s -= BEYOND_S
-        try:
-            return self._channel.store_get(key, timeout_s)
-        except CommunicationError as error:
-            self.check()  # the run's abort may have the reason
-            if not isinstance(error, DeadlineError):
-                raise
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = until_s - time.monotonic()
+            try:
+                return self._channel.store_get(key, min(left_s, TELL_S))
+            except CommunicationError as error:
+                self.check()  # the run's abort may have the reason
+                if not isinstance(error, DeadlineError):
+                    raise
+                if left_s > TELL_S:
+                    continue
             raise DeadlineError(
                 f"rank {self._rank} waited {timeout_s:g} s for the other ranks to make "
                 "the same Pipeline; start all of them, and look at their own output"
-            ) from error
+            )
 
     def until(
         self,
@@ -104,7 +126,7 @@ class Waits:
             CommunicationError: `look` raised RuntimeError: a connection is lost.
             RemoteRankError: the run has ended.
         """
-        started_s = time.monotonic()
+        started_s, reported = time.monotonic(), dict[int, str]()
         named_after_s = max(NAMED_AFTER_S, NAMED_AFTER_WAITS * self._longest_s)
         is_published = is_named = False
         while not self._has_come(look, ranks, what):
@@ -114,9 +136,13 @@ class Waits:
                 is_published = True
                 self._publish(f"{','.join(map(str, ranks))} {what}")
             if waited_s > timeout_s:
+                late, seen = self._follow(ranks)
+                if any(late[rank] != reported.get(rank, "") for rank in late):
+                    started_s, reported = time.monotonic(), late
+                    continue
                 raise DeadlineError(
                     f"rank {self._rank} waited {timeout_s:.1f} s for {_names(ranks)}: "
-                    f"{what}; {self._explain(ranks)}"
+                    f"{what}; {_explained(late, seen)}"
                 )
             if waited_s > named_after_s and not is_named:
                 is_named = True
@@ -144,7 +170,12 @@ class Waits:
             ) from error
 
     def _name_late(self, ranks: Sequence[int], what: str, timeout_s: float) -> None:
-        for rank in set(self._follow(ranks)[0]).intersection(ranks):
+        for rank, progress in self._follow(ranks)[0].items():
+            if rank not in ranks:
+                continue
+            if progress:
+                logger.info("rank %d is busy: %s, %s", rank, what, progress)
+                continue
             logger.warning(
                 "the pipeline has waited %.0f s for rank %d: %s; that rank is late, "
                 "and waits for no other: look at its own output; the limit is %g s "
@@ -152,36 +183,43 @@ class Waits:
                 *(NAMED_AFTER_S, rank, what, timeout_s),
             )
 
-    def _explain(self, ranks: Sequence[int]) -> str:
-        """Text that names the late ranks, or the ranks that wait for each other."""
-        late, seen = self._follow(ranks)
-        if not late:
-            return f"{_names(seen)} wait for each other"
-        verb = "is late, and waits" if len(late) == 1 else "are late, and wait"
-        return f"{_names(late)} {verb} for no other rank"
+    def _follow(self, ranks: Sequence[int]) -> tuple[dict[int, str], list[int]]:
+        """Awaited ranks that wait for no rank, and all ranks on the path to them.
 
-    def _follow(self, ranks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Awaited ranks that wait for no rank, and all ranks on the path to them."""
-        seen, late = [self._rank], []
+        Of the former, with their reports.
+        """
+        seen, late = [self._rank], dict[int, str]()
         to_ask = list(ranks)
         while to_ask:
             rank = to_ask.pop(0)
             if rank in seen:
                 continue
             seen.append(rank)
-            if waits := self._waits_of(rank):
-                to_ask += map(int, waits.partition(" ")[0].split(","))
+            awaited, _, text = self._waits_of(rank).partition(" ")
+            if awaited:
+                to_ask += map(int, awaited.split(","))
             else:
-                late.append(rank)
+                late[rank] = text
         return late, seen
 
     def _waits_of(self, rank: int) -> str:
-        """Published wait of a rank; "" if there is none."""
+        """Published wait or report of a rank; "" if there is none."""
         self._channel.store_forget(self._key(rank))
         try:
             return self._channel.store_get(self._key(rank), TELL_S).decode()
         except CommunicationError:
             return ""
+
+    def report(self, text: str) -> None:
+        """Reports progress: a rank that waits for this one begins its deadline again.
+
+        Args:
+            text: what this rank has done; "" ends the report.
+        """
+        now_s = time.monotonic()
+        if not text or now_s - self._reported_s > REPORT_EVERY_S:
+            self._reported_s = now_s
+            self._publish(f" {text}")
 
     def _publish(self, text: str) -> None:
         with contextlib.suppress(CommunicationError):
@@ -191,5 +229,13 @@ class Waits:
         return f"{self._name}/waits/{rank}"
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _explained(late: Collection[int], seen: Sequence[int]) -> str:
+    """Text that names the late ranks, or the ranks that wait for each other."""
+    if not late:
+        return f"{_names(seen)} wait for each other"
+    verb = "is late, and waits" if len(late) == 1 else "are late, and wait"
+    return f"{_names(late)} {verb} for no other rank"
+
+
+def _names(ranks: Collection[int]) -> str:
     return " and ".join(f"rank {one}" for one in ranks)

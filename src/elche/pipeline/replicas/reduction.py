@@ -128,7 +128,7 @@ class GradientReduction:
         self._take_sums(given.timeout_s)
         for one, before in zip(self._parameters, earlier, strict=True):
             if before is not None:
-                one.grad = before if one.grad is None else before.add_(one.grad)
+                one.grad = before if one.grad is None else before + one.grad
         return results
 
     def _take_sums(self, timeout_s: float) -> None:

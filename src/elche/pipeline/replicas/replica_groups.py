@@ -46,6 +46,23 @@ class ReplicaGroups:
         """Index of the replica that a rank belongs to."""
         return next(i for i, members in enumerate(self.ranks) if rank in members)
 
+    def without_lost(
+        self, schedule: Schedule, kept: Sequence[int]
+    ) -> tuple[ReplicaGroups, Schedule]:
+        """Groups and this replica's placed schedule, with the ranks numbered anew.
+
+        Args:
+            schedule: the schedule, see `placed`.
+            kept: former numbers of the ranks that are left.
+        """
+        number = {rank: new for new, rank in enumerate(kept)}
+        groups = (members for members in self.ranks if members[0] in number)
+        ranks = tuple(tuple(number[rank] for rank in members) for members in groups)
+        placement = tuple(number[rank] for rank in schedule.placement)
+        actions = tuple(schedule.actions[rank] for rank in kept)
+        placed = replace(schedule, placement=placement, actions=actions)
+        return ReplicaGroups(ranks, number[self.rank]), placed
+
     def placed(self, schedule: Schedule) -> Schedule:
         """Maps a schedule over this replica's ranks to the run's ranks.
 

@@ -95,6 +95,7 @@ class Replicas:
         parts: Parts,
         communicator: PipelineCommunicator,
         timeout_s: float,
+        are_equal: bool,
     ) -> Replicas:
         """Makes parameters that several ranks hold equal, and connects these ranks.
 
@@ -105,6 +106,8 @@ class Replicas:
             parts: this rank's stages and plan.
             communicator: connections to all ranks.
             timeout_s: deadline (s) of each wait.
+            are_equal: whether they are equal, or will be at the end of a call that some
+                ranks have ended already.
 
         Raises:
             MismatchError: replicas have different models; on every rank.
@@ -134,7 +137,7 @@ class Replicas:
         with communicator.ending_on_failure():
             tensors = {name: one.get_buffer(own) for name, (one, own) in places.items()}
             tensors |= parameters
-            for unit in (*learning, *frozen, *kept):
+            for unit in () if are_equal else (*learning, *frozen, *kept):
                 _make_equal(unit, groups, tensors, peers, timeout_s)
             wanted = [unit.ranks for unit in (*learning, *kept)]
             shares = parts.given.device.type == "cpu" and may_share_memory()

@@ -21,6 +21,7 @@ from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage, named_parameters
 from elche.pipeline.step.executor import Executor
+from elche.runtime.emulation import EmulationConfig
 from elche.schedule.actions import Kind
 from elche.schedule.formats import to_text
 
@@ -42,6 +43,7 @@ class Blueprint:
             collected before building, which separates them on the meta device.
         unsplit: layers whose backward is not split on this rank.
         meta: this rank's tensors of layers that were on the meta device.
+        emulation: speed of an emulated device, for one layer; None for a real one.
     """
 
     layers: LayerList
@@ -51,6 +53,7 @@ class Blueprint:
     ties: list[list[tuple[int, str]]]
     unsplit: frozenset[int] = frozenset()
     meta: MetaTensors = field(default_factory=MetaTensors)
+    emulation: EmulationConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> 
         own = [built[layer] for layer in mine]
         unsplit = [layer - mine.start for layer in mine if layer in given.unsplit]
         stage = Stage(index, own, layers.unpacks, seed, mine.start, unsplit)
-        stages[index] = _runner(stage, plan, given.config)
+        stages[index] = _runner(stage, plan, given)
     transport = peers and peers.transport
     executor = Executor(
         rank, plan.schedule, stages, transport, given.loss_fn, given.device
@@ -219,13 +222,13 @@ def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
     return given.config.seed
 
 
-def _runner(stage: Stage, plan: PipelinePlan, config: PipelineConfig) -> StageBackward:
-    guard = None
+def _runner(stage: Stage, plan: PipelinePlan, given: Blueprint) -> StageBackward:
+    guard, config = None, given.config
     if config.guard:
         named = named_parameters(stage.layers).items()
         learning = {name: one for name, one in named if one.requires_grad}
         guard = ContributionGuard(stage.index, learning, plan.schedule.name)
-    return StageBackward(stage, guard, config.split_backward)
+    return StageBackward(stage, guard, config.split_backward, given.emulation)
 
 
 def _log_unsplit(stages: dict[int, StageBackward]) -> None:

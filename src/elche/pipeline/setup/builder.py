@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
-from functools import cached_property
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -14,6 +14,7 @@ from elche.devices.choice import check_device
 from elche.errors import ConfigError
 from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.peers.link_probe import measure_links
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
@@ -29,6 +30,7 @@ from elche.pipeline.setup.meta_tensors import MetaTensors
 from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import LayerMeasurement, profile_layers
 from elche.pipeline.step.stepping import Stepping
+from elche.runtime.emulation import EmulationConfig
 from elche.runtime.process.environment import read_placement
 from elche.runtime.process.launchers import launch_facts
 from elche.schedule.actions import Schedule
@@ -99,7 +101,11 @@ class PipelineBuilder:
             groups = agree_on_groups(config.replicas, place, ranks)
             times: list[Any] = []
             if config.costs == "measure":
-                times = ranks.gather(self._measure, "measuring the layers")
+                measure = partial(self._measure, peers)
+                times = ranks.gather(measure, "measuring the layers")
+                echo = partial(measure_links, peers, groups.members, config.timeout_s)
+                links = ranks.gather(echo, "measuring the links")
+                times = [(*each, own) for each, own in zip(times, links, strict=True)]
             parts = ranks.build(lambda: self._build(groups, peers, times), groups)
             return Stepping(ranks, groups, parts)
 
@@ -120,14 +126,22 @@ class PipelineBuilder:
             )
         return check_device(self._devices[place.rank])
 
-    def _measure(self) -> list[Any]:
+    @property
+    def _emulation(self) -> EmulationConfig | None:
+        """Speed of an emulated device for one layer, a part of the model's time."""
+        emulation = self._placement.emulation
+        return None if emulation is None else emulation.for_layer(len(self._layers))
+
+    def _measure(self, peers: StagePeers | None) -> list[Any]:
         config = self._config
         check_asked(self._schedule, self._micro_batches)
         check_measuring(self._schedule, config)
         device, layers = self._device(), self._layers
         limit = memory_limit(config, self._placement, device, layers)
-        measured = profile_layers(layers, config.sample, device)
-        return [limit, [list(astuple(one)) for one in measured]]
+        given = layers, config.sample, device, self._emulation
+        report = () if peers is None else (peers.waits.report,)
+        measured = profile_layers(*given, *report)
+        return [limit, [asdict(one) for one in measured]]
 
     def _build(
         self, groups: ReplicaGroups, peers: StagePeers | None, times: Sequence[Any]
@@ -136,16 +150,17 @@ class PipelineBuilder:
         wanted, members = self._schedule, groups.members
         unsplit: frozenset[int] = frozenset()
         if times:
-            rows = {r: [LayerMeasurement(*one) for one in times[r][1]] for r in members}
+            mine = [times[rank] for rank in members]
+            rows = [[LayerMeasurement(**one) for one in row] for _, row, _ in mine]
+            own = rows[members.index(self._placement.rank)]
             unsplit = frozenset(
-                index
-                for index, one in enumerate(rows[self._placement.rank])
-                if not one.weight_gradient_s
+                index for index, one in enumerate(own) if not one.weight_gradient_s
             )
             assert isinstance(wanted, str), "checked by check_measuring"
-            limits = [times[rank][0] for rank in members]
+            limits = [limit for limit, _, _ in mine]
+            links = [link for _, _, links in mine for link in links]
             wanted, config = plan_measured(
-                *(list(rows.values()), limits, wanted, self._micro_batches, config)
+                *(rows, limits, wanted, self._micro_batches, config, links)
             )
             idle = [
                 r for r, row in zip(members, wanted.actions, strict=True) if not row
@@ -160,7 +175,8 @@ class PipelineBuilder:
         plan = replace(plan, schedule=groups.placed(plan.schedule))
         loss_fn = _checked(self._loss_fn, layers, config)
         given = Blueprint(
-            *(layers, loss_fn, device, config, layers.ties(), unsplit, self._meta)
+            *(layers, loss_fn, device, config, layers.ties(), unsplit, self._meta),
+            emulation=self._emulation,
         )
         parts = assemble(given, plan, peers)
         if isinstance(self._model, torch.nn.Module):

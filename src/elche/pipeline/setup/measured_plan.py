@@ -6,6 +6,7 @@ from them (`elche.schedule.planning.planner`).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,9 +27,11 @@ from elche.schedule.planning.planner import plan_pipeline
 from elche.schedule.planning.profile import (
     DeviceProfile,
     LayerProfile,
-    LayerTimes,
+    LinkProfile,
     PipelineProfile,
 )
+
+logger = logging.getLogger(__name__)
 
 USABLE_SHARE = 0.9
 """Usable fraction of a device's free memory; fragmentation takes the rest."""
@@ -104,6 +107,7 @@ def plan_measured(
     schedule: str,
     micro_batches: int,
     config: PipelineConfig,
+    links: Sequence[tuple[int, int, float, float]] = (),
 ) -> tuple[Schedule, PipelineConfig]:
     """Plan for the measurements of all ranks; the same on every rank.
 
@@ -113,6 +117,7 @@ def plan_measured(
         schedule: name of the schedule.
         micro_batches: microbatches per step.
         config: the other settings.
+        links: see `elche.pipeline.peers.link_probe.measure_links`.
 
     Returns:
         The schedule, compute only, in which a rank that would only lengthen the step
@@ -134,6 +139,12 @@ def plan_measured(
             DeviceProfile(name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limit)
             for rank, limit in enumerate(limits)
         ),
+        links={
+            (one, other): LinkProfile(
+                latency_s=latency_s, bytes_per_s=bytes_per_s, efficiency=1.0
+            )
+            for one, other, latency_s, bytes_per_s in links
+        },
     )
     asked = PlanConfig(
         num_microbatches=micro_batches,
@@ -157,6 +168,10 @@ def plan_measured(
         memory=tuple(memory.get(d, math.inf) for d in range(len(by_rank))),
     )
     sizes = chosen.partition.sizes
+    logger.info(
+        "measured plan: %s, stages of %s layers on ranks %s, %.3g s a step",
+        *(made.name, list(sizes), list(devices), chosen.step_s),
+    )
     # The costs contain the limits now.
     return made, replace(config, partition=sizes, costs=costs, memory_bytes=None)
 
@@ -165,16 +180,7 @@ def _layer_profile(index: int, by_rank: Sequence[LayerMeasurement]) -> LayerProf
     first = by_rank[0]
     return LayerProfile(
         name=f"layer {index}",
-        times={
-            f"rank {rank}": LayerTimes(
-                forward_s=one.forward_s,
-                input_gradient_s=one.input_gradient_s,
-                weight_gradient_s=one.weight_gradient_s,
-                backward_s=one.backward_s,
-                message_s=one.message_s,
-            )
-            for rank, one in enumerate(by_rank)
-        },
+        times={f"rank {rank}": one for rank, one in enumerate(by_rank)},
         activation_bytes=first.activation_bytes,
         output_bytes=first.output_bytes,
         parameter_bytes=first.parameter_bytes,

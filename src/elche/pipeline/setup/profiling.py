@@ -1,22 +1,24 @@
-"""Measured layer times on this rank's device.
+"""Measured layer times on this rank's device, within a time budget.
 
 A layer is timed as it will run: through
 `elche.pipeline.split_backward.backward.StageBackward`, with deferred weight gradients,
 and unsplit. If its weight gradients cannot be deferred, or deferral costs too much, its
 backward runs unsplit. The plan (`elche.pipeline.setup.measured_plan`) then counts all
-of it as I, without W.
+of it as I, without W. A layer of known structure and time is not measured again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain
 from statistics import fmean, median
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -29,11 +31,22 @@ from elche.devices.streams import synchronize
 from elche.pipeline.setup.building import LayerList
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, OwnBackward, Stage
-from elche.pipeline.trees import as_plain, as_tensors, flatten, unflatten
+from elche.pipeline.trees import as_plain, as_tensors, flatten
+from elche.runtime.emulation import EmulationConfig
+from elche.schedule.planning.profile import LayerTimes
 
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 3.0
+"""Time (s) of all measurements, beyond one microbatch through each layer."""
+SHARERS = 4
+"""Most layers among which the remaining budget is divided: many are alike."""
+SAME_TIMES = 1.15
+"""Largest ratio of the times of layers that count as equal."""
 WARM_RUNS = 1
+RUNS = 3
 UNDER_WAY = 4
-"""Number of microbatches in flight while a layer is timed."""
+"""Most microbatches in flight while a layer is timed."""
 MOST_TURNS = 4
 TURNS_BYTES = 64 * 2**20
 """Most parameter bytes of a layer and its copies that are timed in turn.
@@ -41,73 +54,153 @@ TURNS_BYTES = 64 * 2**20
 In a step, the other layers of the stage evict a layer's parameters from the caches.
 Larger parameters do not stay in the caches anyway.
 """
-RUNS = 3
-_LEAST_S = 1e-9
 MOST_SPLIT_COST = 1.05
 """Largest ratio of F + I + W to F + B at which a layer is still split."""
+LOG_EVERY_S = 5.0
+_LEAST_S = 1e-9
+_NOTHING = contextlib.nullcontext()
+_PassMessage: TypeAlias = Callable[[Message], float]
+"""Function that sends a message to this rank, and returns the time (s) at each end."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMeasurement:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMeasurement(LayerTimes):
     """Measurements of one layer on one device, for one microbatch.
 
+    An unsplit layer has no W; its I is all of B.
+
     Attributes:
-        forward_s: median time of F.
-        input_gradient_s: median time of I.
-        weight_gradient_s: median time of W; 0 for an unsplit layer, whose I is all of
-            B.
-        backward_s: median time of B, the whole backward at once.
         activation_bytes: bytes that forward keeps for backward, without parameters.
         output_bytes: size of the message to the next layer.
         parameter_bytes: size of the parameters.
-        message_s: time to write the output for another rank on this host, or to read
-            it; 0 if messages do not use shared memory.
     """
 
-    forward_s: float
-    input_gradient_s: float
-    weight_gradient_s: float
-    backward_s: float
-    activation_bytes: int
-    output_bytes: int
-    parameter_bytes: int
-    message_s: float = 0.0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    parameter_bytes: int = 0
 
 
 def profile_layers(
-    layers: LayerList, sample: Any, device: torch.device
+    layers: LayerList,
+    sample: Any,
+    device: torch.device,
+    emulation: EmulationConfig | None = None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> list[LayerMeasurement]:
     """Times forward, input gradient and weight gradient of each layer.
 
-    Layers are copied, or built from their factories, one at a time. Neither modules nor
-    torch's random numbers change, and the device never holds more than one layer, or a
-    few copies of a small one.
+    Takes `BUDGET_S`, and one run of each layer (two of the first one). Layers are
+    copied, or built from their factories, one at a time. Neither modules nor torch's
+    random numbers change, and the device never holds more than one layer, or a few
+    copies of a small one.
 
     Args:
         layers: layers of the model.
         sample: one microbatch of the first layer's input.
         device: device to measure on.
+        emulation: speed of an emulated device, for one layer.
+        report: called after each computation with the progress; "" at the end.
 
     Raises:
         ConfigError: a layer cannot be built, or returns no tensor.
     """
-    sample = as_tensors(sample, "the sample")
-    tensors, structure = flatten(sample, "the sample")
+    tensors, structure = flatten(as_tensors(sample, "the sample"), "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))
-    measured: list[LayerMeasurement] = []
-    with random_state.forked([device]):
+    with random_state.forked([device]), _message_path(device) as pass_message:
+        profiler = _Profiler(layers, device, emulation, report, pass_message)
         for index in range(len(layers)):
-            turns = _turns(layers, index, device)
-            given = _on(given, device)
-            found, given = _measure(turns, layers.unpacks, given, device)
-            measured.append(found)
-    return measured
+            given = profiler.measure(index, given)
+    report("")
+    return profiler.found
 
 
-def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
-    """Separate copy of a layer to measure; a meta layer is filled with zeros."""
-    source = layers.sources[index]
-    if isinstance(source, nn.Module):
+@final
+class _Profiler:
+    """A measurement in progress; most arguments as in `profile_layers`.
+
+    Attributes:
+        found: measurements of the layers so far.
+    """
+
+    def __init__(
+        self,
+        layers: LayerList,
+        device: torch.device,
+        emulation: EmulationConfig | None,
+        report: Callable[[str], None],
+        pass_message: _PassMessage,
+    ) -> None:
+        self.found: list[LayerMeasurement] = []
+        self._layers, self._device, self._emulation = layers, device, emulation
+        self._publish, self._pass_message = report, pass_message
+        self._text, self._runs = "", 0
+        self._known: list[tuple[object, float, LayerMeasurement]] = []
+        self._begin_s = self._logged_s = time.perf_counter()
+
+    def measure(self, index: int, given: Message) -> Message:
+        """Measures a layer; returns its output."""
+        moved = tuple(one.to(self._device) for one in given.tensors)
+        layer, given = self._copy_of(index), replace(given, tensors=moved)
+        rest, spent_s = len(self._layers) - index, time.perf_counter() - self._begin_s
+        expected_s = max(BUDGET_S - spent_s, spent_s / max(1, index) * rest)
+        self._text = f"{index} of {index + rest} layers, {expected_s:.0f} s left"
+        structure = _structure(layer.module, given)
+        split, row = self._runner(layer, True), tuple([math.inf] * 4)
+        for probe in range(2):  # the first one warms up, and may be disturbed
+            saved: dict[int, int] = {}
+            again, output = self._timed([split], given, 1, _counting(layer, saved))
+            if index == probe == 0:  # torch imports a lot in its first backward
+                self._begin_s = time.perf_counter()
+            row = min(row, again, key=sum)
+            spent_s = time.perf_counter() - self._begin_s
+            run_s = max(_LEAST_S, sum(row[:3]))
+            for known, known_s, found in self._known:
+                ratio = run_s / known_s
+                if known == structure and 1 / SAME_TIMES < ratio < SAME_TIMES:
+                    self.found.append(found)
+                    return output
+            if spent_s + run_s > BUDGET_S:
+                break
+        budget_s = (BUDGET_S - spent_s) / min(rest, SHARERS)
+        rows: list[tuple[float, ...]] = [(*row, *row)]
+        if 2 * run_s < budget_s:
+            rows = self._rows(layer, index, given, budget_s, run_s)
+        found = _measurement(rows, layer, split.deferred > 0)
+        found = replace(
+            found,
+            activation_bytes=sum(saved.values()),
+            output_bytes=sum(one.nbytes for one in output.tensors),
+        )
+        self._known.append((structure, run_s, found))
+        self.found.append(found)
+        return output
+
+    def _rows(
+        self, layer: Layer, index: int, given: Message, budget_s: float, run_s: float
+    ) -> list[tuple[float, ...]]:
+        """Times of runs with split and with whole backward, within the budget."""
+        microbatches = max(1, int(budget_s / (2 * RUNS * run_s)))  # of a run
+        under_way = min(UNDER_WAY, microbatches)
+        size_bytes = max(1, sum(one.nbytes for one in layer.module.parameters()))
+        fitting = min(MOST_TURNS, len(self._layers), TURNS_BYTES // size_bytes)
+        copies = max(1, min(fitting, microbatches // under_way))
+        turns = [layer, *(self._copy_of(index) for _ in range(copies - 1))]
+        split, whole = ([self._runner(t, s) for t in turns] for s in (True, False))
+        rows, end_s = list[tuple[float, ...]](), time.perf_counter() + budget_s
+        while len(rows) < WARM_RUNS + RUNS:
+            begin_s = time.perf_counter()
+            both = (self._timed(one, given, under_way)[0] for one in (split, whole))
+            rows.append(tuple(chain.from_iterable(both)))
+            if 2 * time.perf_counter() - begin_s > end_s:
+                break
+        return rows[WARM_RUNS:] or rows
+
+    def _copy_of(self, index: int) -> Layer:
+        """Separate copy of a layer to measure; a meta layer is filled with zeros."""
+        layers, device = self._layers, self._device
+        source = layers.sources[index]
+        if not isinstance(source, nn.Module):
+            return layers.build([index], device, None)[0]
         held = (*source.parameters(), *source.buffers())
         copied = copy.deepcopy(source)
         if any(one.is_meta for one in held):
@@ -116,155 +209,121 @@ def _copy_of(layers: LayerList, index: int, device: torch.device) -> Layer:
                 for one in (*copied.parameters(), *copied.buffers()):
                     one.zero_()
         return Layer(layers.names[index], copied.to(device))
-    return layers.build([index], device, None)[0]
+
+    def _runner(self, layer: Layer, splits: bool) -> StageBackward:
+        stage = Stage(0, [layer], self._layers.unpacks)
+        return StageBackward(stage, None, splits, self._emulation)
+
+    def _timed(
+        self,
+        turns: Sequence[StageBackward],
+        given: Message,
+        under_way: int,
+        counting: contextlib.AbstractContextManager[object] = _NOTHING,
+    ) -> tuple[tuple[float, ...], Message]:
+        """Mean times of F, I, W and one end of a message; and the output.
+
+        As in a step, activations have left the caches before their backward, each
+        forward allocates new memory, and other layers have run since a layer's
+        parameters were read.
+        """
+        for runner in turns:
+            runner.begin_step()
+        took_s: list[list[float]] = [[], [], [], []]
+        for microbatch in range(under_way):
+            for runner in turns:
+                begin_s = self._now_s()
+                with counting:
+                    value = runner.forward(microbatch, given, {}, True)
+                message = runner.keep(microbatch, as_plain(value))
+                took_s[0].append(self._now_s() - begin_s)
+                took_s[3].append(self._pass_message(message))
+                self._report()
+        needed = zip(message.tensors, message.needs_grad, strict=True)
+        gradients = [torch.ones_like(one) for one, is_needed in needed if is_needed]
+        for microbatch in range(under_way):
+            for runner in reversed(turns):
+                begin_s = self._now_s()
+                runner.backward_input(microbatch, gradients)
+                input_s = self._now_s()
+                runner.backward_weight(microbatch)
+                took_s[1].append(input_s - begin_s)
+                took_s[2].append(self._now_s() - input_s)
+                self._report()
+        return tuple(map(fmean, took_s)), message
+
+    def _now_s(self) -> float:
+        synchronize(self._device)
+        return time.perf_counter()
+
+    def _report(self) -> None:
+        self._runs += 1
+        self._publish(f"{self._text}, run {self._runs}")
+        if time.perf_counter() - self._logged_s > LOG_EVERY_S:
+            self._logged_s = time.perf_counter()
+            logger.info("measuring on %s: %s", self._device, self._text)
 
 
-def _turns(layers: LayerList, index: int, device: torch.device) -> list[Layer]:
-    """A layer to measure, and copies of it to run in between."""
-    layer = _copy_of(layers, index, device)
-    size_bytes = max(1, sum(one.nbytes for one in layer.module.parameters()))
-    turns = min(MOST_TURNS, len(layers), max(1, TURNS_BYTES // size_bytes))
-    return [layer, *(_copy_of(layers, index, device) for _ in range(turns - 1))]
-
-
-def _on(given: Message, device: torch.device) -> Message:
-    return replace(given, tensors=tuple(one.to(device) for one in given.tensors))
-
-
-def _measure(
-    turns: Sequence[Layer],
-    unpacks: bool,
-    given: Message,
-    device: torch.device,
-) -> tuple[LayerMeasurement, Message]:
-    """Times a layer; returns the times and its output."""
-    layer = turns[0]
-    stages = [Stage(0, [one], unpacks) for one in turns]
-    split, whole = (
-        [StageBackward(stage, None, splits) for stage in stages]
-        for splits in (True, False)
-    )
-    rows: list[tuple[float, ...]] = []
-    with contextlib.closing(_Loop(device)) as loop:
-        for _ in range(WARM_RUNS + RUNS):
-            rows.append(
-                (
-                    *_timed(split, given, device, loop),
-                    *_timed(whole, given, device, loop),
-                )
-            )
-    columns = list(zip(*islice(rows, WARM_RUNS, None), strict=True))
+def _measurement(
+    rows: Sequence[Sequence[float]], layer: Layer, is_deferred: bool
+) -> LayerMeasurement:
+    columns = list(zip(*rows, strict=True))
     times = [max(_LEAST_S, median(column)) for column in columns]
     forward_s, input_s, weight_s, _, whole_s, *backward, message_s = times
-    backward_s = sum(backward)
     # Other load on the machine only adds to a time, so compare minima.
     least = [max(_LEAST_S, min(column)) for column in columns]
-    split_cost = sum(least[:3]) / sum(least[4:7])
-    is_put_off = split[0].deferred > 0 and split_cost <= MOST_SPLIT_COST
-    has_own = isinstance(layer.module, OwnBackward)
-    if not has_own and not is_put_off:
-        forward_s, input_s, weight_s = whole_s, backward_s, 0.0
-    message = whole[0].keep(0, as_plain(whole[0].forward(0, given, {}, False)))
-    parameters = list(layer.module.parameters())
-    return (
-        LayerMeasurement(
-            forward_s=forward_s,
-            input_gradient_s=input_s,
-            weight_gradient_s=weight_s,
-            backward_s=backward_s,
-            activation_bytes=_activation_bytes(layer, unpacks, given),
-            output_bytes=sum(one.nbytes for one in message.tensors),
-            parameter_bytes=sum(one.nbytes for one in parameters),
-            message_s=message_s if loop.is_open else 0.0,
-        ),
-        message,
+    is_put_off = is_deferred and sum(least[:3]) <= MOST_SPLIT_COST * sum(least[4:7])
+    if not is_put_off and not isinstance(layer.module, OwnBackward):
+        forward_s, input_s, weight_s = whole_s, sum(backward), 0.0
+    return LayerMeasurement(
+        forward_s=forward_s,
+        input_gradient_s=input_s,
+        weight_gradient_s=weight_s,
+        backward_s=sum(backward),
+        message_s=message_s,
+        parameter_bytes=sum(one.nbytes for one in layer.module.parameters()),
     )
 
 
-def _timed(
-    turns: Sequence[StageBackward], given: Message, device: torch.device, loop: _Loop
-) -> tuple[float, float, float, float]:
-    """Mean seconds of F, I, W and one end of a message, with others in flight.
-
-    As in a step, activations have left the caches before their backward, each forward
-    allocates new memory, and other layers have run since a layer's parameters were
-    read.
-    """
-    for runner in turns:
-        runner.begin_step()
-    took_s: list[list[float]] = [[], [], [], []]
-    gradients: list[list[torch.Tensor | None]] = []
-    for microbatch in range(UNDER_WAY):
-        for runner in turns:
-            begin_s = _now_s(device)
-            value = runner.forward(microbatch, given, {}, True)
-            message = runner.keep(microbatch, as_plain(value))
-            took_s[0].append(_now_s(device) - begin_s)
-            took_s[3].append(loop.pass_s(message))
-        gradients.append(
-            [
-                torch.ones_like(one)
-                for one, needed in zip(message.tensors, message.needs_grad, strict=True)
-                if needed
-            ]
-        )
-    for microbatch, each in enumerate(gradients):
-        for runner in reversed(turns):
-            begin_s = _now_s(device)
-            runner.backward_input(microbatch, each)
-            input_s = _now_s(device)
-            runner.backward_weight(microbatch)
-            took_s[1].append(input_s - begin_s)
-            took_s[2].append(_now_s(device) - input_s)
-    forward_s, inputs_s, weights_s, message_s = map(fmean, took_s)
-    return forward_s, inputs_s, weights_s, message_s
+def _structure(module: nn.Module, given: Message) -> object:
+    """Types of a layer's modules, and forms of its input, parameters and buffers."""
+    held = (*module.parameters(), *module.buffers(), *given.tensors)
+    return (
+        [(type(one), one.training) for one in module.modules()],
+        [(one.shape, one.dtype, one.requires_grad) for one in held],
+    )
 
 
-@final
-class _Loop:
-    """Message path through shared memory from this rank to itself.
-
-    Args:
-        device: device of the messages; only CPU messages use the path.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._outgoing: OutgoingMemory | None = None
-        self._incoming: IncomingMemory | None = None
+@contextlib.contextmanager
+def _message_path(device: torch.device) -> Iterator[_PassMessage]:
+    """Path through shared memory from this rank to itself, where ranks have one."""
+    into: IncomingMemory | None = None
+    with contextlib.ExitStack() as stack:
         if device.type == "cpu" and may_share_memory():
             with contextlib.suppress(OSError):
-                self._outgoing = OutgoingMemory()
-                self._incoming = IncomingMemory.open(self._outgoing.offer)
+                out = stack.enter_context(contextlib.closing(OutgoingMemory()))
+                into = IncomingMemory.open(out.offer)
+        if into is not None:
+            stack.callback(into.close)
 
-    @property
-    def is_open(self) -> bool:
-        """True if the path exists."""
-        return self._incoming is not None
+        def pass_message(message: Message) -> float:
+            if into is None:
+                return 0.0
+            begin_s = time.perf_counter()
+            out.send(0, Packed(message))
+            for _ in into.read():
+                pass
+            return (time.perf_counter() - begin_s) / 2
 
-    def pass_s(self, message: Message) -> float:
-        """Time of a message at each of its ends: half of the total."""
-        if self._outgoing is None or self._incoming is None:
-            return 0.0
-        begin_s = time.perf_counter()
-        self._outgoing.send(0, Packed(message))
-        for _ in self._incoming.read():
-            pass
-        return (time.perf_counter() - begin_s) / 2
-
-    def close(self) -> None:
-        """Releases the memory."""
-        for line in (self._outgoing, self._incoming):
-            if line is not None:
-                line.close()
+        yield pass_message
 
 
-def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:
-    """Bytes that forward saves, each storage counted once."""
-    own = {
-        one.untyped_storage().data_ptr()
-        for one in (*layer.module.parameters(), *layer.module.buffers())
-    }
-    saved: dict[int, int] = {}
+def _counting(
+    layer: Layer, saved: dict[int, int]
+) -> contextlib.AbstractContextManager[object]:
+    """Context in which forward adds the bytes of each storage it saves, by address."""
+    held = (*layer.module.parameters(), *layer.module.buffers())
+    own = {one.untyped_storage().data_ptr() for one in held}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -272,16 +331,4 @@ def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # Clones, which a layer may change in place.
-        inputs = [
-            one.detach().requires_grad_(needed).clone()
-            for one, needed in zip(given.tensors, given.needs_grad, strict=True)
-        ]
-        Stage(0, [layer], unpacks).run(unflatten(given.structure, inputs), 0, {})
-    return sum(saved.values())
-
-
-def _now_s(device: torch.device) -> float:
-    synchronize(device)
-    return time.perf_counter()
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

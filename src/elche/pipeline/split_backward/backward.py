@@ -10,6 +10,7 @@ full backward.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -23,6 +24,12 @@ from elche.pipeline.split_backward.split_modules import SplitModules
 from elche.pipeline.split_backward.weight_gradients import WeightGradients
 from elche.pipeline.stage import Stage, changes_in_place
 from elche.pipeline.trees import flatten, unflatten
+from elche.runtime.emulation import (
+    FORWARD_FRACTION,
+    EmulationConfig,
+    num_samples,
+    sleep_until,
+)
 
 
 @dataclass
@@ -32,6 +39,8 @@ class _Flight:
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     is_split: bool
+    emulated_s: float = 0.0
+    weight_s: float = 0.0
     input_is_done: bool = False
 
 
@@ -43,12 +52,17 @@ class StageBackward:
         stage: the stage.
         guard: checks the gradient contributions; None disables the check.
         splits: whether weight gradients may be deferred.
+        emulation: speed of an emulated device, for one layer; None for a real one.
     """
 
     def __init__(
-        self, stage: Stage, guard: ContributionGuard | None, splits: bool = True
+        self,
+        stage: Stage,
+        guard: ContributionGuard | None,
+        splits: bool = True,
+        emulation: EmulationConfig | None = None,
     ) -> None:
-        self.stage = stage
+        self.stage, self._emulation = stage, emulation
         self.guard = guard
         self._store = WeightGradients()
         self._modules = SplitModules(stage.split_modules, self._store)
@@ -118,7 +132,8 @@ class StageBackward:
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(given.tensors, given.needs_grad, strict=True)
         ]
-        flight = _Flight(inputs, [], is_split and self._splits)
+        begin_s, emulated_s = time.perf_counter(), self._emulated_s(given)
+        flight = _Flight(inputs, [], is_split and self._splits, emulated_s)
         self._flights[microbatch] = flight
         if self._copies_input:
             inputs = [one.clone() if one.requires_grad else one for one in inputs]
@@ -127,7 +142,9 @@ class StageBackward:
             self._own.current_microbatch = microbatch
         try:
             with self._deferring(flight):
-                return self.stage.run(value, microbatch, keywords)
+                found = self.stage.run(value, microbatch, keywords)
+            sleep_until(begin_s + FORWARD_FRACTION * emulated_s)
+            return found
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
@@ -176,15 +193,21 @@ class StageBackward:
                 f"stage {self.stage.index}: the backward of microbatch {microbatch} "
                 "has already run"
             )
-        flight.input_is_done = True
+        flight.input_is_done, begin_s = True, time.perf_counter()
         if self._own is not None:
-            own = list(self._own.backward_input(microbatch, tuple(gradients)))
+            found = list(self._own.backward_input(microbatch, tuple(gradients)))
             if self.guard is not None:
                 self.guard.after_own_input(microbatch)
-            return own
-        self._autograd(microbatch, flight, gradients)
-        found = [one.grad for one in flight.inputs if one.requires_grad]
-        flight.inputs, flight.outputs = [], []
+        else:
+            self._autograd(microbatch, flight, gradients)
+            found = [one.grad for one in flight.inputs if one.requires_grad]
+            flight.inputs, flight.outputs = [], []
+        if flight.emulated_s:  # layers that defer nothing take all of B here
+            defers = self._own is not None or self._store.waiting_for(microbatch)
+            share = len(self.stage.split_modules) / len(self.stage.layers)
+            backward_s = (1 - FORWARD_FRACTION) * flight.emulated_s
+            flight.weight_s = backward_s / 2 * share if defers else 0.0
+            sleep_until(begin_s + backward_s - flight.weight_s)
         return found
 
     def backward_weight(self, microbatch: int) -> None:
@@ -200,12 +223,26 @@ class StageBackward:
                 f"{microbatch} before its input gradient"
             )
         del self._flights[microbatch]
+        end_s = time.perf_counter() + flight.weight_s
         if self._own is not None:
             self._own.backward_weight(microbatch)
         else:
             self._store.compute(microbatch)
+        sleep_until(end_s)
         if self.guard is not None:
             self.guard.after_weight(microbatch)
+
+    def _emulated_s(self, given: Message) -> float:
+        """Time of forward and backward on the emulated device; 0 on a real one.
+
+        The first tensor that needs a gradient has the samples: masks may have none.
+        """
+        if self._emulation is None:
+            return 0.0
+        pairs = zip(given.tensors, given.needs_grad, strict=True)
+        learning = [tensor for tensor, needed in pairs if needed]
+        samples = num_samples(learning or given.tensors, {})
+        return len(self.stage.layers) * self._emulation.pass_s(samples)
 
     def _flight(self, microbatch: int) -> _Flight:
         flight = self._flights.get(microbatch)

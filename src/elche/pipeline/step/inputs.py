@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,11 +106,31 @@ class LocalInput:
     raised: Exception | None = None
 
 
+def _part(call: Call, cutter: Microbatches, groups: ReplicaGroups) -> Call:
+    """This replica's part of a call that was given the batch of all replicas.
+
+    Raises:
+        ConfigError: see `Microbatches.learn`.
+    """
+    given = {"batch": call.batch, "target": call.target}
+    given["keywords"] = dict(call.keywords)
+    samples = next(filter(None, map(batch_samples, given.values())), None)
+    if samples is None:
+        return call
+    count, mine = len(groups.ranks), groups.index
+    sizes = [samples // count + (place < samples % count) for place in range(count)]
+    if not sizes[mine]:
+        return replace(call, batch=None, target=None, keywords={})
+    cutter.learn([cutter.shapes(given)], checks_names=False)
+    cut = {role: cutter.split(one, role, sizes)[mine] for role, one in given.items()}
+    return replace(call, **cut)
+
+
 def read_call(
     call: Call,
     parts: Parts,
     cutter: Microbatches,
-    may_rest: bool,
+    groups: ReplicaGroups,
     trouble: str,
     compares: bool,
 ) -> LocalInput:
@@ -120,14 +140,14 @@ def read_call(
         call: the script's call.
         parts: this rank's stages and plan.
         cutter: cuts and weighs the microbatches.
-        may_rest: whether the batch may be missing, because other replicas may have one.
+        groups: the replicas; others may have a batch where this one has none.
         trouble: error of the rank itself, or "".
         compares: whether to report the batch's fingerprint.
     """
     try:
         if trouble:
             raise ConfigError(trouble)
-        return _read(call, parts, cutter, may_rest, compares)
+        return _read(call, parts, cutter, groups, compares)
     except Exception as error:
         name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         text = f"{name}{error}" or type(error).__name__
@@ -138,10 +158,12 @@ def _read(
     call: Call,
     parts: Parts,
     cutter: Microbatches,
-    may_rest: bool,
+    groups: ReplicaGroups,
     compares: bool,
 ) -> LocalInput:
-    what, rank = call.what, parts.rank
+    what, rank, may_rest = call.what, parts.rank, groups.are_several
+    if may_rest and parts.given.config.split_batches:
+        call = _part(call, cutter, groups)
     if what == "step" and not torch.is_grad_enabled():
         raise ConfigError(
             f"step runs under torch.no_grad() or inference_mode() on rank {rank}, "

@@ -71,18 +71,63 @@ class Stepping:
         groups: ReplicaGroups,
         parts: Parts,
     ) -> None:
-        self.communicator, self.groups, self.parts = communicator, groups, parts
-        self.passes, self.variants = LoaderPasses(), CutVariants(parts, communicator)
-        self.config = config = parts.given.config
+        self.communicator = communicator
+        self.passes, self.config = LoaderPasses(), parts.given.config
+        self._is_warned = False
         self.steps = 0
-        self.replicas = Replicas.join(groups, parts, communicator, config.timeout_s)
+        self._connect(groups, parts, are_equal=False)
+
+    def _connect(self, groups: ReplicaGroups, parts: Parts, are_equal: bool) -> None:
+        """Connects the replicas, at the start and after one is lost."""
+        self.groups, self.parts, ranks = groups, parts, self.communicator
+        self.replicas = Replicas.join(
+            groups, parts, ranks, self.config.timeout_s, are_equal
+        )
         mine = {name for one in parts.stages.values() for name in one.stage.keywords}
-        self._named = communicator.exchange(sorted(mine), "the keywords of layers")
-        self._cutter, self._is_warned = Microbatches(parts), False
+        self._named = ranks.exchange(sorted(mine), "the keywords of layers")
+        self._cutter, self.variants = Microbatches(parts), CutVariants(parts, ranks)
+        peers, ranks.rebuild = ranks.peers, None
+        may_lose = self.config.split_batches and groups.are_several
+        if may_lose and peers is not None and peers.transport.devices is None:
+            peers.announce(groups.ranks)
+            ranks.rebuild = self._rebuild
+
+    def _rebuild(self, kept: Sequence[int]) -> None:
+        """Continues without the replica of a lost rank."""
+        plan, peers = self.parts.plan, self.communicator.peers
+        assert peers is not None, "a rank alone loses no other"
+        groups, schedule = self.groups.without_lost(plan.schedule, kept)
+        executor = replace(
+            self.parts.executor,
+            rank=peers.rank,
+            schedule=schedule,
+            transport=peers.transport,
+            after_stage=None,
+        )
+        plan = replace(plan, schedule=schedule)
+        self._connect(groups, replace(self.parts, plan=plan, executor=executor), True)
 
     def step(self, call: Call) -> StepOutput:
         """Runs one step: forward and backward."""
         self.communicator.check_open()
+        if self.communicator.rebuild is None:
+            return self._step(call)
+        parameters = [*self.parts.named_parameters().values()]
+        gradients = [one.grad for one in parameters]
+        buffers = [b for one in self.parts.layers for b in one.module.buffers()]
+        before = [one.clone() for one in buffers]
+
+        def step() -> StepOutput:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+            return self._step(call)
+
+        return self.communicator.surviving(step)
+
+    def _step(self, call: Call) -> StepOutput:
+        replicas = self.replicas
         given, shares, _ = self._begin(call)
         asked = self._input(
             given,
@@ -92,13 +137,13 @@ class Stepping:
             keeps_outputs=call.outputs is not None,
         )
         results, gathered, wants_cut = self.communicator.run(
-            self.replicas.training(self.parts.executor.train, shares),
+            replicas.training(self.parts.executor.train, shares),
             asked,
             self.passes.pauses.wants_cut,
         )
         self.steps += 1
         self.passes.step_done(wants_cut=wants_cut)
-        losses = self.replicas.losses(gathered)
+        losses = replicas.losses(gathered)
         loss = shares.loss(losses)
         assert loss is not None, "there is a target"
         return StepOutput(
@@ -166,8 +211,9 @@ class Stepping:
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
         trouble = self.replicas.late_learner() or self.parts.given.meta.trouble()
-        flags = (self.groups.are_several, trouble, compares)
-        given = read_call(call, self.parts, self._cutter, *flags)
+        given = read_call(
+            call, self.parts, self._cutter, self.groups, trouble, compares
+        )
         report, what = list(astuple(given.report)), f"the begin of {call.what}"
         gathered = self.communicator.exchange(report, what)
         check_same_call(gathered, call.what)

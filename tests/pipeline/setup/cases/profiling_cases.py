@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elche.pipeline.peers import peers
+from elche.pipeline.peers.link_probe import measure_links
+from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.setup import profiling
+from elche.pipeline.split_backward import backward
 from elche.pipeline.step import executor
+from elche.runtime import emulation
+from elche.runtime.process.environment import read_placement
 from tests.harness.logged import logged
 from tests.harness.rank_main import this_place
 
@@ -34,12 +41,16 @@ class Clock:
 
     perf_counter = monotonic
 
+    @classmethod
+    def sleep(cls, seconds: float) -> None:
+        cls.now_s += seconds
+
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
     """Layers and actions take as long as their delays say, on any machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (profiling, executor):
+        for module in (profiling, executor, backward, emulation):
             patch.setattr(module, "time", Clock)
         yield
 
@@ -93,19 +104,22 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-def profiled(schedule: str) -> Profiled:
+def profiled(
+    schedule: str, micro_batches: int = MICRO_BATCHES, emulates: bool = False
+) -> Profiled:
     """One step of a pipeline that measures first."""
     seconds = SLOW_S if this_place().rank == SLOW_RANK else FAST_S
+    seconds *= not emulates  # then ELCHE_SPEED makes the ranks unequal
     x, y = batch()
     with (
         virtual_time(),
         Pipeline(
             layers_with(seconds),
             F.mse_loss,
-            micro_batches=MICRO_BATCHES,
+            micro_batches=micro_batches,
             schedule=schedule,
             costs="measure",
-            sample=x[: len(x) // MICRO_BATCHES],
+            sample=x[: len(x) // micro_batches],
             timeout_s=100,
         ) as pipe,
     ):
@@ -221,3 +235,24 @@ def unsplit() -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
         pipe.step(x, y)
         found = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
         return found, seen
+
+
+DELAY_S, BYTES_PER_S = 0.02, 4e6
+
+
+def linked() -> Any:
+    """Links of ranks that share no memory; messages leave late and slowly."""
+    send = StagePeers.send
+
+    def slowly(self: Any, rank: int, message: Any, *more: Any) -> None:
+        time.sleep(DELAY_S + sum(one.nbytes for one in message.tensors) / BYTES_PER_S)
+        send(self, rank, message, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "open_message_memory", lambda *_: {})
+        patch.setattr(StagePeers, "send", slowly)
+        joined = StagePeers.join(read_placement(), 100.0)
+        try:
+            return measure_links(joined, (0, 1, 2), 100.0)
+        finally:
+            joined.close()

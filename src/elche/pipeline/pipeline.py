@@ -183,7 +183,7 @@ class Pipeline:
             ConfigError: torch's `clip_grad_norm_` iterates over them, which would clip
                 by the norm of this rank's gradients alone.
         """
-        if len(self._groups.members) > 1:
+        if len(self._stepping.groups.members) > 1:
             refuse_norm_of_rank(inspect.currentframe())
         yield from self._parts.named_parameters().values() or (self._nothing,)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from elche.comm.transport.device_group import DeviceGroup, sum_of_ranks
 from elche.comm.transport.device_messages import (
     DeviceMessages,
     SideStream,
-    TwoWays,
     trial,
 )
 from elche.comm.transport.messages import Address, Message
@@ -73,11 +71,11 @@ def ends(device: torch.device) -> Iterator[list[Any]]:
 
     def messages(rank: int) -> DeviceMessages:
         place = torch.device(DEVICES[rank])
-        form = TwoWays.former(partial(form_group, place))
-        ways, partners = form(store, rank, 2, DEADLINE), frozenset({1 - rank})
+        made = form_group(place, store, rank, 2, DEADLINE)
+        partners = frozenset({1 - rank})
         here: Any = SimpleNamespace(rank=rank)
-        assert not trial(partners)(ways, here, place)  # it connects the ranks
-        return DeviceMessages(ways, rank, partners, place, SideStream(place))
+        assert not trial(partners)(made, here, place)  # it connects the ranks
+        return DeviceMessages(made, rank, partners, place, SideStream(place))
 
     made = transports(2, is_connected=False)
     devices = on_both(messages)
@@ -164,7 +162,7 @@ def test_trial_raises_what_a_send_does() -> None:
     way = SimpleNamespace(send=lambda *_: SimpleNamespace(wait=wait))
     here: Any = SimpleNamespace(rank=0)
     with pytest.raises(RuntimeError, match="not sent"):
-        trial({1})(TwoWays(way, way), here, torch.device("cpu"))
+        trial({1})(way, here, torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("delayed")

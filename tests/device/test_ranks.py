@@ -114,3 +114,9 @@ def test_shares_follow_the_speed(tmp_path: Path, on_cpu: Any, devices: str) -> N
 def test_wrapped_models_sum_on_their_devices(tmp_path: Path, kind: str) -> None:
     first, second = run(tmp_path, TWO, "wraps.py", kind)
     assert first["difference"] == second["difference"] < 1e-5
+
+
+@pytest.mark.slow
+def test_auto_measures_devices_and_trains_on(tmp_path: Path) -> None:
+    speeds = {"TEST_DEVICE_ELEMENT_NS": "0:100,1:5000"}
+    check(run(tmp_path, TWO, "trains.py", "auto", "timed", **speeds))

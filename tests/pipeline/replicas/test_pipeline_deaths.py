@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -59,6 +61,14 @@ def test_replicas_split_the_batch() -> None:
 def test_a_death_in_a_step(rank: int, where: str) -> None:
     replica = [0, 1] if rank < 2 else [2, 3]
     check(4, Deaths(at={rank: (3, where)}), replica)
+
+
+def test_a_death_in_a_call_that_is_not_repeated() -> None:
+    deaths = Deaths(at={3: (STEPS - 1, "the begin of evaluate")})
+    outcomes, _ = run_fenced(4, dying, deaths)
+    for one in outcomes[:2]:
+        assert one.error is not None
+        assert re.search(r"ranks \[2, 3\] are gone during a call", one.error.text)
 
 
 def test_two_deaths_until_one_rank_is_left() -> None:

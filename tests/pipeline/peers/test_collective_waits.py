@@ -21,6 +21,9 @@ class Calm:
     def find_abort(self) -> None:
         return None
 
+    def waiting(self, kind: type) -> list[Any]:
+        return []
+
 
 class Ends:
     """A collective that is through at the last of some polls."""

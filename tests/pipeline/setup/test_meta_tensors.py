@@ -76,3 +76,33 @@ def test_a_buffer_that_nothing_computes(init: Any) -> None:
 
 def named(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+class Placed(nn.Module):
+    """A parameter between submodules, and an argument that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        x = x + self.places if mask is None else (x + self.places) * mask
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_call_without_an_argument_of_the_sample() -> None:
+    """The model is cut again, of which a part was on the meta device."""
+    whole, mask = Placed(), torch.rand(6, 4)
+    with torch.device("meta"):
+        model = Placed()
+    sample = {"x": X[:2], "mask": mask[:2]}
+    with pipeline(model, init="load", sample=sample) as pipe:
+        pipe.load_state_dict(whole.state_dict())
+        for batch in ({"x": X, "mask": mask}, {"x": X}, {"x": X, "mask": None}):
+            found = pipe.evaluate(batch).outputs
+            assert torch.allclose(found, whole(**batch), atol=1e-6)
+        with pytest.raises(ConfigError, match="sample has the model's argument mask"):
+            pipe.step({"x": X}, Y)

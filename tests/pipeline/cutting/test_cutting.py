@@ -213,7 +213,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     ),
     "an error": (
         lambda model, x: x @ x[:, :1],
-        r"forward of inner \(Inner\) cannot be traced with this sample: RuntimeError",
+        r"with this sample: RuntimeError.*; first check that the model runs",
     ),
     "samples": (
         lambda model, x: x if x.shape[0] == 3 else -x,

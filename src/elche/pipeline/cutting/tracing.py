@@ -188,9 +188,11 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
             reason = f"values of tensors decide what runs ({reason})"
         elif "SymFloat" in first or "node.constant" in first:
             reason = "it reads a number from a tensor, as item() does; keep the tensor"
+        else:
+            reason += "; first check that the model runs on the sample"
         raise ConfigError(
             f"forward of {calls.inside} cannot be traced with this sample: {reason}; "
-            f"if the model runs on the sample, {REMEDY}"
+            f"{REMEDY}"
         ) from error
 
 

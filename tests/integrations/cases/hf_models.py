@@ -134,7 +134,7 @@ FAMILIES: dict[str, Family] = {
         lambda: hf.MistralForCausalLM(hf.MistralConfig(**_GROUPED, sliding_window=3)),
         tokens,
     ),
-    "Mixtral": Family(_mixtral, tokens, tolerance=1e-5),
+    "Mixtral": Family(_mixtral, tokens),
     "Gemma 3": Family(
         lambda: hf.Gemma3ForCausalLM(
             hf.Gemma3TextConfig(**_GROUPED, head_dim=4, sliding_window=3)

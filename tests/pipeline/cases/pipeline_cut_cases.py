@@ -152,8 +152,9 @@ class Routed(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             with torch.no_grad():
-                scale = x.square().sum(-1, keepdim=True)
-            x = block(x) + x * scale * torch.tensor([0.5, -0.5] * 4)
+                scale = x.mean(-1, keepdim=True).tanh()
+            signs = torch.tensor([0.5, -0.5] * 4, device=x.device)
+            x = block(x) + x * scale * signs
         return self.head(x)  # type: ignore[no-any-return]
 
 

@@ -145,6 +145,7 @@ class StandIns:
             torch.no_grad(),
             _replaced(module, real),
         ):
+            random_state.seed(devices, 0)
             args, keywords = tree_map(real, given)
             return module(*args, **keywords)
 
@@ -162,7 +163,7 @@ def _with_values(
 ) -> torch.Tensor:
     """A tensor of a shape: the sample, repeated, or made-up values.
 
-    Those are random fractions, zeros as indices, and True in masks.
+    Those are normal numbers, zeros as indices, and True in masks.
     """
     device = "cpu" if fake.is_meta else fake.device
     if sample is not None and not sample.is_meta:
@@ -171,7 +172,7 @@ def _with_values(
             sample = sample.index_select(dim, places)
         return sample
     if fake.is_floating_point() or fake.is_complex():
-        return torch.rand(shape, dtype=fake.dtype, device=device)
+        return torch.randn(shape, dtype=fake.dtype, device=device)
     fill = int(fake.dtype is torch.bool)
     return torch.full(shape, fill, dtype=fake.dtype, device=device)
 

@@ -23,6 +23,7 @@ from torch import distributed as dist
 from torch import nn
 
 import elche
+from elche.devices import backends, choice
 
 STEPS, WARM_UP, CLASSES, WIDTH = 12, 4, 5, 8
 WIDE, ROWS = 256, 1024
@@ -93,7 +94,11 @@ def alone(norm: bool = False) -> State:
 
 def ddp() -> Result:
     """`elche.DistributedDataParallel`: accumulation, steps without a batch."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60.0))
+    device = elche.device()
+    through_host = backends.gloo_takes(torch.empty(0, device=device))
+    backend = "gloo" if through_host else backends.own_backend(device)
+    choice.use(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=60.0))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = network().to(elche.device())
     wrapped = elche.DistributedDataParallel(

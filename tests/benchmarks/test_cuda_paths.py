@@ -34,6 +34,6 @@ def test_every_path_runs_on_the_test_device(monkeypatch: pytest.MonkeyPatch) -> 
     code, table, errors = run("--device", test_device.NAME, "--little")
     assert code == 0, errors
     rows = table.splitlines()[1:]
-    expected = [case.name for case in cases(has_two_gpus=True)]
+    expected = [case.name for case in cases(test_device.NAME, has_two_gpus=True)]
     assert [row[:40].rstrip() for row in rows] == expected
     assert all("samples/s" in row or "differs from one" in row for row in rows)

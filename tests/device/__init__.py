@@ -23,11 +23,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import distributed as dist
+
+if TYPE_CHECKING:
+    import pytest
 
 NAME = "tdev"
 BACKEND = "tdccl"
@@ -156,6 +158,8 @@ def autoloaded() -> str:
 
     Builds the device; a test that asks for it is skipped without a compiler.
     """
+    import pytest  # not in ranks, which import this module too
+
     from tests.device import build
 
     if compiler := build.missing_compiler():

@@ -56,7 +56,7 @@ def trained(folder: Path, devices: str, seeds: list[int]) -> list[list[dict[str,
         env={**os.environ, "PYTHONPATH": autoloaded()},
         capture_output=True,
         text=True,
-        timeout=60 + 30 * len(seeds),
+        timeout=600 + 30 * len(seeds),
     )
     assert done.returncode == 0, (seeds, done.stderr[-4000:])
     return [

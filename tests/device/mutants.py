@@ -112,16 +112,16 @@ def find_waits(
             yield node, node, "value", POLLED
         elif isinstance(node, ast.withitem):
             context = node.context_expr
-            is_call = isinstance(context, ast.Call)
-            name = _name(context.func if is_call else context)
+            name = _name(context.func if isinstance(context, ast.Call) else context)
             if name == CONTEXT or name.endswith("stream"):
                 yield context, node, "context_expr", NO_CONTEXT
 
 
 def _statement(node: ast.stmt) -> str:
     """Name of the function that a statement calls, "" if it is another statement."""
-    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return _name(node.value.func) if is_call else ""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return _name(node.value.func)
+    return ""
 
 
 def _name(called: ast.expr) -> str:

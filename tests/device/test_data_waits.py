@@ -57,7 +57,8 @@ def take(ahead: DevicePrefetcher[int]) -> torch.Tensor:
 def test_batches_are_whole(device: torch.device, is_pinned: bool) -> None:
     """Each is dropped at once, while kernels that read it are queued."""
     ahead = DevicePrefetcher[int].on(numbered(24, is_pinned=is_pinned), device)
-    found, depths = [], set()
+    found: list[torch.Tensor] = []
+    depths = set()
     while (got := ahead.take()) is not None:
         number, data = got
         assert number == len(found)

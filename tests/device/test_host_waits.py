@@ -73,12 +73,11 @@ def test_host_is_two_batches_ahead(device: torch.device) -> None:
 
 
 def test_times_of_layers_include_the_device(device: torch.device) -> None:
-    layers = layers_of([nn.Linear(4, 4), nn.Linear(4, 4)], None)
-    set_speed(0, kernel_us=1000)
-    for each in profile_layers(layers, torch.ones(2, 4), device):
-        assert each.forward_s >= 1e-3
-        assert each.backward_s >= 2e-3
-        assert each.weight_gradient_s >= 1e-3
+    set_speed(0, kernel_us=2000)
+    layers = layers_of([nn.Linear(4, 4)], None)
+    (layer,) = profile_layers(layers, torch.ones(2, 4), device)
+    assert layer.forward_s >= 2e-3
+    assert layer.backward_s >= 4e-3
 
 
 class Small(Contender):

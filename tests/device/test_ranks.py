@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from elche.devices.backends import own_backend
+from tests import device as test_device
 from tests.device import build
 
 CASES = Path(__file__).parent / "cases"
-TWO = "tdev:0,tdev:1"
-MIXED = "tdev:0,cpu"
+TWO = ",".join(f"{test_device.KIND}:{index}" for index in range(2))
+MIXED = f"{test_device.KIND}:0,cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
+    if test_device.KIND != test_device.NAME:
+        return
     if compiler := build.missing_compiler():
         pytest.skip(f"the test device needs {compiler} to be built")
     build.built()
@@ -29,6 +34,8 @@ def run(
     folder: Path, devices: str, script: str, *arguments: str, **environment: str
 ) -> list[Any]:
     """What the ranks of `elche run` have left in the folder, in rank order."""
+    for index in range(devices.count(test_device.KIND)):
+        test_device.device_name(index)
     command = [sys.executable, "-m", "elche", "run", "--devices", devices]
     done = subprocess.run(
         [*command, str(CASES / script), *arguments, str(folder)],
@@ -50,13 +57,14 @@ def on_cpu(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return request.param, run(folder, devices, "trains.py", request.param)[0]
 
 
-@pytest.mark.parametrize(("devices", "transport"), [(TWO, "TDCCL"), (MIXED, "gloo")])
+@pytest.mark.parametrize("devices", [TWO, MIXED])
 def test_two_devices_train_as_cpus(
-    tmp_path: Path, on_cpu: Any, devices: str, transport: str
+    device: torch.device, tmp_path: Path, on_cpu: Any, devices: str
 ) -> None:
     policy, expected = on_cpu
+    own = own_backend(device).upper() if devices == TWO else ""
     found = run(tmp_path, devices, "trains.py", policy)
-    assert [each["transport"] for each in found] == [transport] * 2
+    assert [each["transport"] for each in found] == [own or "gloo"] * 2
     assert sum(each["samples"] for each in found) == 512 * 3
     assert found[0]["parameters"] == found[1]["parameters"]
     for one, other in zip(found[0]["parameters"], expected["parameters"], strict=True):

@@ -72,10 +72,12 @@ test-ray: $(RAY_STAMP) ## runs on a Ray cluster of several nodes on this machine
 test-ray-full: $(RAY_STAMP) $(INTEGRATIONS_STAMP) ## the slow ones as well
 	$(PYTEST) tests/ray
 
-# Built beforehand, so that no test's time is spent on it.
-test-device: $(STAMP) ## streams, memory and models on the test device (C++ compiler)
-	$(BIN)/python -m tests.device.build
-	$(PYTEST) -m "not slow" tests/device
+# The test device is built beforehand, so that no test's time is spent on it. On another
+# one, tests of what only the test device has are skipped by name.
+DEVICE ?= tdev
+test-device: $(STAMP) ## on the test device (C++ compiler), or DEVICE=cuda, xpu, mps, hpu
+	TEST_DEVICE=$(DEVICE) $(BIN)/python -m tests.device.build
+	TEST_DEVICE=$(DEVICE) $(PYTEST) -m "not slow" tests/device
 
 test-wheel: $(STAMP) ## two ranks from the wheel, installed without extras
 	rm -rf build/wheel build/bare

@@ -1,7 +1,10 @@
 """An accelerator made of threads, for machines that have none.
 
 `register()` makes the device `tdev` known to torch, with streams, events, pinned memory
-and an allocator of its own. A process with `AUTOLOAD` in its PYTHONPATH has it once it
+and an allocator of its own. With `TEST_DEVICE=cuda`, or another type that torch knows,
+tests run on that device; tests of what only the test device has are skipped by name.
+
+A process with `AUTOLOAD` in its PYTHONPATH has it once it
 has imported torch, as with any device outside torch's sources. The environment
 configures it:
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     import pytest
 
 NAME = "tdev"
+KIND = os.environ.get("TEST_DEVICE", NAME)
+"""Type of the device that the tests run on."""
 BACKEND = "tdccl"
 """The process group of the device, with NCCL's contract."""
 AUTOLOAD = str(Path(__file__).parent / "autoload")
@@ -56,9 +62,20 @@ _extension: Any = None
 
 
 def register() -> torch.device:
-    """Builds the device if needed, makes it known to torch and configures it."""
+    """First device of the tests; the test device is built if needed and configured.
+
+    Raises:
+        RuntimeError: this machine has no device of the type.
+    """
     global _extension
-    if _extension is None:
+    if KIND != NAME:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if KIND != "cpu" and (found and found.type) != KIND:
+            raise RuntimeError(
+                f"expected a device of type {KIND!r}, as TEST_DEVICE says; torch can "
+                f"use {found or 'no accelerator'} here"
+            )
+    elif _extension is None:
         from tests.device import build, device_module
 
         torch.utils.rename_privateuse1_backend(NAME)
@@ -70,11 +87,35 @@ def register() -> torch.device:
         )
         atexit.register(_extension.stop)
         configure(os.environ)
-    return torch.device(NAME, 0)
+    return torch.device(KIND, 0)
+
+
+def device_name(index: int) -> str:
+    """Name of the tests' device of this index; skips a test if there is none."""
+    if KIND != "cpu" and index >= max(1, torch.accelerator.device_count()):
+        import pytest
+
+        pytest.skip(f"there is no device {KIND}:{index}")
+    return KIND if KIND == "cpu" else f"{KIND}:{index}"
+
+
+def has_streams() -> None:
+    """Skips a test where copies cannot run beside a device's computation."""
+    from elche.devices import streams  # imports torch, which imports this
+
+    if not streams.has_streams(register()):
+        import pytest
+
+        pytest.skip(f"{KIND} has no streams")
 
 
 def extension() -> Any:
-    """The C++ module of the registered device."""
+    """The C++ module of the registered device; skips a test on any other device."""
+    if KIND != NAME:
+        import pytest
+
+        asked = sys._getframe(1).f_code.co_name
+        pytest.skip(f"only the test device has it: {asked}")
     assert _extension is not None, "call tests.device.register() first"
     return _extension
 
@@ -128,8 +169,9 @@ def delays(pattern: str, longest_us: int = 0, seed: int = 0) -> Iterator[None]:
 @contextmanager
 def held(stream: torch.Stream | None = None) -> Iterator[None]:
     """Holds a stream (the current one) for the block: later tasks of it wait."""
+    hold = extension().hold
     stream = stream or torch.accelerator.current_stream()
-    release = extension().hold(stream.device_index, stream.stream_id)
+    release = hold(stream.device_index, stream.stream_id)
     try:
         yield
     finally:

@@ -100,5 +100,10 @@ def _run(command: list[str], product: Path, *sources: Path) -> None:
 
 
 if __name__ == "__main__":
+    from tests import device
+
     missing = missing_compiler()
-    print(f"{missing} is missing, nothing is built" if missing else built())
+    if device.KIND != device.NAME:
+        print(f"tests run on {device.register()}")  # or there is none: an error
+    else:
+        print(f"{missing} is missing, nothing is built" if missing else built())

@@ -18,6 +18,8 @@ MEMORY_BYTES = 1 << 30
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = None
+    if test_device.KIND != test_device.NAME:
+        return
     if not all(item.path.is_relative_to(FOLDER) for item in items):
         reason = "the test device is torch's for the whole process: make test-device"
     elif sys.platform != "linux":
@@ -34,6 +36,10 @@ def device() -> Iterator[torch.device]:
     """The first device, idle, with no delays, no kernel times and all its memory."""
     place = test_device.register()
     yield place
+    if place.type != "cpu":
+        torch.accelerator.synchronize()
+    if place.type != test_device.NAME:
+        return
     test_device.set_delays("none")
     for each in range(torch.accelerator.device_count()):
         test_device.set_speed(each, 0.0)

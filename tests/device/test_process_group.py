@@ -30,6 +30,8 @@ STAYS = [{"TEST_DEVICE_ENDS_LATE": "0"}] * 2
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """Builds the device before ranks with deadlines need it."""
+    if test_device.KIND != test_device.NAME:
+        pytest.skip("the errors of another device's process group are its own")
     if tool := build.missing_compiler():
         pytest.skip(f"the test device needs {tool} to be built")
     build.built()
@@ -176,12 +178,12 @@ def frees_its_tensor() -> float:
             store.get("dropped")
             dist.all_reduce(summed)
             return summed.sum().item()
-        work = begin(summed)
+        begin(summed)  # its Work, which holds the tensor, is dropped
         del summed
         others = [torch.zeros(1000, device=test_device.NAME) for _ in range(4)]
         others[-1].cpu()  # a freed block would be poisoned by now
         store.set("dropped", "")
-        work.wait(timedelta(seconds=WAIT_S))
+        torch.accelerator.synchronize()
         return 0.0
 
 

@@ -12,6 +12,11 @@ import torch
 from tests import device as test_device
 
 
+@pytest.fixture(autouse=True)
+def only_here(device: torch.device) -> None:
+    test_device.extension()
+
+
 def test_environment_configures_a_child(device: torch.device) -> None:
     script = (
         "import torch\n"

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from elche.devices.backends import own_backend
+from tests import device as test_device
 from tests.device import build
 
 CASES = Path(__file__).parent / "cases"
-TWO = "tdev:0,tdev:1"
-MIXED = "tdev:0,cpu"
+TWO = ",".join(f"{test_device.KIND}:{index}" for index in range(2))
+MIXED = f"{test_device.KIND}:0,cpu"
 SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
+    if test_device.KIND != test_device.NAME:
+        return
     if compiler := build.missing_compiler():
         pytest.skip(f"the test device needs {compiler} to be built")
     build.built()
@@ -30,6 +35,8 @@ def run(
     folder: Path, devices: str, script: str, *arguments: str, **environment: str
 ) -> list[Any]:
     """What the ranks of `elche run` have left in the folder, in rank order."""
+    for index in range(devices.count(test_device.KIND)):
+        test_device.device_name(index)
     command = [sys.executable, "-m", "elche", "run", "--devices", devices]
     done = subprocess.run(
         [*command, str(CASES / script), *arguments, str(folder)],
@@ -65,24 +72,25 @@ def each_epoch(found: list[Any]) -> list[list[int]]:
     return [each["samples"] for each in found]
 
 
-@pytest.mark.parametrize(("devices", "transport"), [(TWO, "TDCCL"), (MIXED, "gloo")])
+@pytest.mark.parametrize("devices", [TWO, MIXED])
 def test_two_devices_train_as_cpus(
-    tmp_path: Path, on_cpu: Any, devices: str, transport: str
+    device: torch.device, tmp_path: Path, on_cpu: Any, devices: str
 ) -> None:
     policy, expected = on_cpu
+    own = own_backend(device).upper() if devices == TWO else ""
     found = run(
         tmp_path, devices, "trains.py", policy, "", TEST_DEVICE_ELEMENT_NS="1:200"
     )
-    assert [each["transport"] for each in found] == [transport] * 2
+    assert [each["transport"] for each in found] == [own or "gloo"] * 2
     check(found, expected)
 
 
 @pytest.mark.parametrize(
     ("devices", "schedule", "costs"),
     [
-        pytest.param("tdev:1", "1f1b", "", marks=SLOW),
+        pytest.param(f"{test_device.KIND}:1", "1f1b", "", marks=SLOW),
         (TWO, "1f1b", "measure"),
-        ("tdev:0,tdev:1,tdev:2", "interleaved-1f1b", ""),  # ranks send in a circle
+        (f"{TWO},{test_device.KIND}:2", "interleaved-1f1b", ""),  # ranks send in a circle
     ],
 )
 def test_stages_on_devices_equal_one(
@@ -100,6 +108,8 @@ def test_stages_on_devices_equal_one(
 
 @pytest.mark.parametrize("devices", [TWO, pytest.param(MIXED, marks=SLOW)])
 def test_shares_follow_the_speed(tmp_path: Path, on_cpu: Any, devices: str) -> None:
+    if test_device.KIND != test_device.NAME:
+        pytest.skip("only the test device has a speed that is set")
     policy, expected = on_cpu
     found = run(
         tmp_path, devices, "trains.py", policy, "timed",

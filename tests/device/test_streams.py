@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.device import delays, held, host_operator_counts, kernel_count, set_speed
+from tests.device import (
+    delays,
+    device_name,
+    has_streams,
+    held,
+    host_operator_counts,
+    kernel_count,
+    set_speed,
+)
+
+
+@pytest.fixture(autouse=True)
+def streams(device: torch.device) -> None:
+    has_streams()
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -115,7 +128,7 @@ def test_copy_between_devices_waits_for_its_source(device: torch.device) -> None
     source = torch.zeros(100, device=device)
     with held():
         source.add_(1)
-        target = source.to("tdev:1", non_blocking=True)
+        target = source.to(device_name(1), non_blocking=True)
         doubled = target * 2
         source.zero_()
     assert float(doubled.sum()) == 200.0
@@ -123,7 +136,7 @@ def test_copy_between_devices_waits_for_its_source(device: torch.device) -> None
 
 def test_copy_between_devices_waits_for_its_target(device: torch.device) -> None:
     source = torch.ones(100, device=device)
-    target = torch.zeros(100, device="tdev:1")
+    target = torch.zeros(100, device=device_name(1))
     torch.accelerator.synchronize()
     with held(torch.accelerator.current_stream(1)):
         target.fill_(7)
@@ -146,8 +159,9 @@ def test_wrong_shapes_are_refused_at_once(device: torch.device) -> None:
         one + other
 
 
-@pytest.mark.parametrize("other", ["cpu", "tdev:1"])
-def test_two_devices_are_refused(device: torch.device, other: str) -> None:
+@pytest.mark.parametrize("index", [None, 1])
+def test_two_devices_are_refused(device: torch.device, index: int | None) -> None:
+    other = "cpu" if index is None else device_name(index)
     weight = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="on the same device"):
         torch.nn.functional.layer_norm(weight, (3,), torch.ones(3, device=other))

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 import elche
+from elche.devices.backends import own_backend
 from tests import device as test_device
 
 WRAPPERS: dict[str, Any] = {
@@ -32,19 +33,19 @@ def take_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def main(kind: str, folder: str) -> None:
-    test_device.register()
+    device = test_device.register()
     rank = int(os.environ["RANK"])
     torch.accelerator.set_device_index(rank)
-    dist.init_process_group(test_device.BACKEND)
+    dist.init_process_group(own_backend(device))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     wrap = WRAPPERS[kind]
-    model = wrap(copy.deepcopy(plain).to(test_device.NAME))
+    model = wrap(copy.deepcopy(plain).to(device.type))
     torch.manual_seed(1)
     for _ in range(4):
         x, y = torch.randn(16, 8), torch.randn(16, 1)
         take_step(plain, x, y)
-        part = [each.chunk(2)[rank].to(test_device.NAME) for each in (x, y)]
+        part = [each.chunk(2)[rank].to(device.type) for each in (x, y)]
         take_step(model, *part)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     difference = max(float((a.cpu() - b).detach().abs().max()) for a, b in pairs)

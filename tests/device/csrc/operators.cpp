@@ -208,10 +208,12 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
 }
-// Without these two, torch asks for kernels of the device's own.
+// Without these, torch asks for kernels of the device's own, or calls the CPU's kernels of
+// losses with a result that they enlarge for a while, which a view of device memory cannot be.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run>());
-  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run>());
+  for (const char* name :
+       {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
 } // namespace

@@ -90,7 +90,8 @@ def test_two_devices_train_as_cpus(
     [
         pytest.param(f"{test_device.KIND}:1", "1f1b", "", marks=SLOW),
         (TWO, "1f1b", "measure"),
-        (f"{TWO},{test_device.KIND}:2", "interleaved-1f1b", ""),  # ranks send in a circle
+        # Ranks send in a circle.
+        (f"{TWO},{test_device.KIND}:2", "interleaved-1f1b", ""),
     ],
 )
 def test_stages_on_devices_equal_one(

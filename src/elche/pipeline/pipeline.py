@@ -96,11 +96,6 @@ class Pipeline:
         self._communicator = self._state.communicator
         self.config = self._stepping.config
 
-    @cached_property
-    def _cached(self) -> CachedLayers:
-        """Made when first used: there are no more replicas to lose then."""
-        return CachedLayers(self._parts)
-
     def __enter__(self) -> Self:
         return self
 

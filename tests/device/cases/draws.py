@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import tests.harness.uncompiled  # noqa: F401 - starts faster
 from benchmarks.features.feature import PlainTorch
 from elche.config import DebugConfig
 from tests import device as test_device

@@ -85,7 +85,7 @@ def ends(device: torch.device) -> Iterator[list[Any]]:
     for end in made:
         end.close()
     for each in devices:
-        each.ways.abort()
+        each.made.abort()
 
 
 def test_threads_enter_one_side_stream(device: torch.device) -> None:
@@ -149,7 +149,7 @@ def test_memory_of_messages_is_freed(ends: list[Any]) -> None:
 def test_transfers_that_fail_raise(ends: list[Any]) -> None:
     devices = ends[1].devices
     _, works = devices.receive([torch.ones(3)], 0)
-    devices.ways.abort()
+    devices.made.abort()
     until(lambda: all(each.is_completed() for each in works))
     with pytest.raises(RuntimeError, match="aborted"):
         devices.finish(works)

@@ -17,19 +17,20 @@ from torch import nn
 from elche.comm.transport.messages import Message
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.step import executor
+from elche.pipeline.step import executor, stepping
 from tests.harness.rank_main import this_place
 
 WIDTH, STEPS, MICRO_BATCHES = 6, 6, 2
 END, CLIP = "the end of the step", "clip_grad_norm_"
 COMPUTING, SOME = "computing", ", after some ranks have the result"
+OUTPUTS = "outputs"
 
 
 @dataclass(frozen=True)
 class Deaths:
     """Who dies, in which step and where.
 
-    `where` is `COMPUTING`, or an exchange: before it, or with `SOME` in it.
+    `where` is `COMPUTING`, `OUTPUTS`, or an exchange: before it, or with `SOME` in it.
     """
 
     replicas: int = 2
@@ -47,6 +48,7 @@ class Survivor:
     norms: list[float]
     state: dict[str, torch.Tensor]
     evaluated: float
+    steps: int = STEPS
 
 
 class Counted(nn.Module):
@@ -56,10 +58,12 @@ class Counted(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("replaced_passes", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
+            self.replaced_passes = self.replaced_passes + 1
         return torch.tanh(self.linear(x))
 
 
@@ -101,7 +105,7 @@ class _Reaper:
     """Kills this rank where it is to die."""
 
     def __init__(self, deaths: Deaths) -> None:
-        self.step = -1
+        self.step, self.all = -1, set(deaths.at.values())
         self.at, self.where = deaths.at.get(this_place().rank, (-1, ""))
 
     def maybe(self, where: str) -> None:
@@ -122,7 +126,17 @@ class _Reaper:
         return _exchange(peers, *given)
 
 
-_exchange = StagePeers.exchange
+    def outputs(self, *given: Any) -> Any:
+        """The victim does not send them; nor do others before they hear of it."""
+        self.maybe(OUTPUTS)
+        peers = given[4]
+        if (self.step, OUTPUTS) in self.all and peers and peers.rank == given[3]:
+            self.all.discard((self.step, OUTPUTS))
+            peers.awaits_loss()
+        return _send_outputs(*given)
+
+
+_exchange, _send_outputs = StagePeers.exchange, stepping.send_outputs
 
 
 def dying(deaths: Deaths) -> Survivor:
@@ -148,13 +162,14 @@ def dying(deaths: Deaths) -> Survivor:
     ):
         patch.setattr(executor._Run, "do", done)
         patch.setattr(StagePeers, "exchange", lambda *a: reaper.exchange(*a))
+        patch.setattr(stepping, "send_outputs", reaper.outputs)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         found = Survivor(0, 0, [], [], {}, 0.0)
         for step, (x, y) in enumerate(batches()):
             reaper.step = step
             if step % 2 == 0:
                 pipe.zero_grad()
-            found.losses.append(pipe.step(x, y).loss)
+            found.losses.append(pipe.step(x, y, outputs="all").loss)
             found.norms.append(pipe.clip_grad_norm_(0.05))
             optimizer.step()
         found.state = pipe.state_dict()
@@ -162,4 +177,5 @@ def dying(deaths: Deaths) -> Survivor:
         assert evaluated is not None
         found.evaluated = evaluated
         found.rank, found.replicas = pipe.rank, pipe.num_replicas
+        found.steps = pipe.steps_done
     return found

@@ -13,6 +13,7 @@ from tests.pipeline.cases.pipeline_death_cases import (
     COMPUTING,
     END,
     MICRO_BATCHES,
+    OUTPUTS,
     SOME,
     STEPS,
     Deaths,
@@ -30,6 +31,7 @@ def check(ranks: int, deaths: Deaths, victims: list[int]) -> None:
     assert [one.rank for one in found] == list(range(ranks - len(victims)))
     for one in found:
         assert one.replicas == len(found) * deaths.replicas // ranks
+        assert one.steps == STEPS
         assert one.losses == pytest.approx(expected.losses, rel=1e-12)
         assert one.norms == pytest.approx(expected.norms, rel=1e-12)
         assert one.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
@@ -49,6 +51,7 @@ def test_replicas_split_the_batch() -> None:
     [
         (3, COMPUTING),
         (0, COMPUTING),
+        (3, OUTPUTS),
         (1, "the begin of step"),
         (0, "the begin of step" + SOME),
         (2, END),

@@ -21,6 +21,8 @@ from elche.pipeline.step import executor, stepping
 from tests.harness.rank_main import this_place
 
 WIDTH, STEPS, MICRO_BATCHES = 6, 6, 2
+TABLE = torch.linspace(0.5, 2, 14, dtype=torch.float64)
+"""Every microbatch needs all of it; the batch of step 3 has as many samples."""
 END, CLIP = "the end of the step", "clip_grad_norm_"
 COMPUTING, SOME = "computing", ", after some ranks have the result"
 OUTPUTS = "outputs"
@@ -59,12 +61,14 @@ class Counted(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("passes", torch.zeros(()))
         self.register_buffer("replaced_passes", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, table: torch.Tensor = TABLE) -> torch.Tensor:
         if self.training:
             self.passes += 1
             self.replaced_passes = self.replaced_passes + 1
-        return torch.tanh(self.linear(x))
+            self.seen.copy_(x.detach().mean())  # another one on each replica
+        return torch.tanh(self.linear(x)) * table.mean()
 
 
 def model() -> list[nn.Module]:
@@ -125,7 +129,6 @@ class _Reaper:
             self.maybe(self.where)
         return _exchange(peers, *given)
 
-
     def outputs(self, *given: Any) -> Any:
         """The victim does not send them; nor do others before they hear of it."""
         self.maybe(OUTPUTS)
@@ -169,11 +172,11 @@ def dying(deaths: Deaths) -> Survivor:
             reaper.step = step
             if step % 2 == 0:
                 pipe.zero_grad()
-            found.losses.append(pipe.step(x, y, outputs="all").loss)
+            found.losses.append(pipe.step(x, y, outputs="all", table=TABLE).loss)
             found.norms.append(pipe.clip_grad_norm_(0.05))
             optimizer.step()
         found.state = pipe.state_dict()
-        evaluated = pipe.evaluate(x, y).loss
+        evaluated = pipe.evaluate(x, y, table=TABLE).loss
         assert evaluated is not None
         found.evaluated = evaluated
         found.rank, found.replicas = pipe.rank, pipe.num_replicas

@@ -37,7 +37,8 @@ def check(ranks: int, deaths: Deaths, victims: list[int]) -> None:
         assert one.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
         for name, value in expected.state.items():
             assert (one.state[name] - value).abs().max() <= 1e-12, name
-            assert torch.equal(one.state[name], found[0].state[name])
+        for name, value in found[0].state.items():
+            assert torch.equal(one.state[name], value), name
         passes = {float(v) for n, v in one.state.items() if n.endswith("passes")}
         assert passes == {STEPS * MICRO_BATCHES}
 
@@ -77,3 +78,7 @@ def test_a_death_in_a_call_that_is_not_repeated() -> None:
 def test_two_deaths_until_one_rank_is_left() -> None:
     at = {0: (1, CLIP + SOME), 2: (4, COMPUTING)}
     check(3, Deaths(replicas=3, schedule="zb-h1", at=at), [0, 2])
+
+
+def test_buffers_are_averaged_after_a_death_behind_the_last_step() -> None:
+    check(3, Deaths(replicas=3, at={0: (STEPS - 1, CLIP)}), [0])

@@ -230,7 +230,10 @@ def split_calls() -> list[str]:
     made[0].linear.weight.grad = None
     options: dict[str, Any] = {"replicas": 2, "split_batches": True, **CALM}
     found = []
-    with Pipeline(made, last_loss, micro_batches=2, **options) as pipe:
+    with (
+        logged("elche.pipeline") as warned,
+        Pipeline(made, last_loss, micro_batches=2, **options) as pipe,
+    ):
         given = x if pipe.rank == 0 else None
         for batch, target, words in (
             (x, y[:4], scale),
@@ -242,4 +245,6 @@ def split_calls() -> list[str]:
             except Exception as error:
                 found.append(str(error))
         assert torch.allclose(next(pipe.parameters()).grad, expected, atol=1e-6)
-    return found
+        assert warned == []
+        pipe.step(x + pipe.rank, y, scale=scale)
+    return found + warned

@@ -169,7 +169,8 @@ def _read(
     compares: bool,
 ) -> LocalInput:
     what, rank, may_rest = call.what, parts.rank, groups.are_several
-    if may_rest and parts.given.config.split_batches:
+    splits, whole = may_rest and parts.given.config.split_batches, call.batch
+    if splits:
         call = _part(call, cutter, groups, rank)
     if what == "step" and not torch.is_grad_enabled():
         raise ConfigError(
@@ -221,8 +222,8 @@ def _read(
     stages = [one.stage for one in parts.stages.values()]
     takes = {name: any(one.takes(name) for one in stages) for name in keywords}
     shown = None
-    if compares and (parts.is_first or parts.is_last) and call.batch is not None:
-        shown = fingerprint(call.batch)
+    if compares and (splits or parts.is_first or parts.is_last) and whole is not None:
+        shown = fingerprint(whole)
     given = {"batch": batch, "target": target, "keywords": keywords}
     taken = {name: one for name, one in keywords.items() if takes[name]}
     weighed = (None, False) if what == "generate" else cutter.weigh(given)
@@ -330,14 +331,25 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
-def warn_of_other_batch(reports: Sequence[InputReport], parts: Parts) -> None:
+def warn_of_other_batch(
+    reports: Sequence[InputReport], parts: Parts, groups: ReplicaGroups
+) -> None:
     """Warns if the first and the last stage's rank were given different batches.
 
     Loaders that shuffle differently on two ranks would silently train on wrong pairs.
-    It is
-    only a warning: augmentation may differ between two ranks that have the same
-        samples.
+    It is only a warning: augmentation may differ between two ranks that have the same
+    samples.
     """
+    if parts.given.config.split_batches and groups.are_several:
+        other = [r for r, one in enumerate(reports) if one.batch != reports[0].batch]
+        if other and parts.rank == 0:
+            logger.warning(
+                "another batch was given to %s than to rank 0, and each replica takes "
+                "its part of its own (split_batches=True): samples may count twice or "
+                "never; seed the sampler alike on all ranks (generator=)",
+                _ranks(other),
+            )
+        return
     placement = parts.plan.schedule.placement
     first, last = placement[0], placement[-1]
     read, seen = reports[first].batch, reports[last].batch

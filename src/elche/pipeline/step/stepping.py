@@ -237,7 +237,7 @@ class Stepping:
         reports = [InputReport(*one) for one in gathered]
         omitted = check_reports(reports, self._named, self.groups)
         if compares:
-            warn_of_other_batch(reports, self.parts)
+            warn_of_other_batch(reports, self.parts, self.groups)
         if is_step and any(one.is_uneven for one in reports):
             self._warn_of_ignored()
         for runner in self.parts.stages.values():

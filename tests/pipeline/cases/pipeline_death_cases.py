@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.comm.transport.messages import Message
+from elche.errors import ConfigError
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.step import executor, stepping
@@ -181,4 +182,7 @@ def dying(deaths: Deaths) -> Survivor:
         found.evaluated = evaluated
         found.rank, found.replicas = pipe.rank, pipe.num_replicas
         found.steps = pipe.steps_done
+    if len(pipe.schedule.actions) < this_place().world_size:
+        with pytest.raises(ConfigError, match="ranks died in an earlier Pipeline"):
+            Pipeline(model(), F.mse_loss, micro_batches=1, timeout_s=1.0)
     return found

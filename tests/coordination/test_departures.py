@@ -150,6 +150,8 @@ def test_a_lost_rank_takes_its_replica_with_it_until_one_is_left() -> None:
     ]
     assert core.lost == {2, 3}
     assert core.handle(RankLost(rank=2), 1.5) == [], "it was fenced"
+    late = ReplicasFormed(rank=5, replicas=((0, 1), (2, 3), (4, 5)))
+    core.handle(late, 1.5)
     second = core.handle(RankLost(rank=0, silent_s=10.0), 2.0)
     assert [one.rank for one in second if isinstance(one, Regroup)] == [4, 5]
     assert core.silent == {0, 1}
@@ -165,3 +167,7 @@ def test_replicas_that_cannot_lose_one(survives: bool) -> None:
     assert core.survives(1) == survives
     core.handle(Left(rank=0), 1.0)
     assert not core.survives(1), "the others have left"
+    core.handle(Left(rank=1), 1.0)
+    for rank in range(2):
+        core.handle(ReplicasFormed(rank=rank, replicas=((0,), (1,))), 2.0)
+    assert core.survives(1) == survives, "of the next pipeline"

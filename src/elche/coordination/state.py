@@ -266,7 +266,9 @@ class Coordinator:
         return []
 
     def _note_replicas(self, event: ReplicasFormed, now_s: float) -> list[Instruction]:
-        self._replicas = event.replicas
+        self._membership.left.pop(event.rank, None)  # an earlier pipeline
+        lost = self.lost  # one may have died while others announced it
+        self._replicas = tuple(r for r in event.replicas if lost.isdisjoint(r))
         return []
 
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:

@@ -15,21 +15,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.comm.transport.messages import Message
+from elche.errors import ConfigError
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.step import executor
+from elche.pipeline.step import executor, stepping
 from tests.harness.rank_main import this_place
 
 WIDTH, STEPS, MICRO_BATCHES = 6, 6, 2
+TABLE = torch.linspace(0.5, 2, 14, dtype=torch.float64)
+"""Every microbatch needs all of it; the batch of step 3 has as many samples."""
 END, CLIP = "the end of the step", "clip_grad_norm_"
 COMPUTING, SOME = "computing", ", after some ranks have the result"
+OUTPUTS = "outputs"
 
 
 @dataclass(frozen=True)
 class Deaths:
     """Who dies, in which step and where.
 
-    `where` is `COMPUTING`, or an exchange: before it, or with `SOME` in it.
+    `where` is `COMPUTING`, `OUTPUTS`, or an exchange: before it, or with `SOME` in it.
     """
 
     replicas: int = 2
@@ -47,6 +51,7 @@ class Survivor:
     norms: list[float]
     state: dict[str, torch.Tensor]
     evaluated: float
+    steps: int = STEPS
 
 
 class Counted(nn.Module):
@@ -56,11 +61,15 @@ class Counted(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("replaced_passes", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, table: torch.Tensor = TABLE) -> torch.Tensor:
         if self.training:
             self.passes += 1
-        return torch.tanh(self.linear(x))
+            self.replaced_passes = self.replaced_passes + 1
+            self.seen.copy_(x.detach().mean())  # another one on each replica
+        return torch.tanh(self.linear(x)) * table.mean()
 
 
 def model() -> list[nn.Module]:
@@ -101,7 +110,7 @@ class _Reaper:
     """Kills this rank where it is to die."""
 
     def __init__(self, deaths: Deaths) -> None:
-        self.step = -1
+        self.step, self.all = -1, set(deaths.at.values())
         self.at, self.where = deaths.at.get(this_place().rank, (-1, ""))
 
     def maybe(self, where: str) -> None:
@@ -121,8 +130,17 @@ class _Reaper:
             self.maybe(self.where)
         return _exchange(peers, *given)
 
+    def outputs(self, *given: Any) -> Any:
+        """The victim does not send them; nor do others before they hear of it."""
+        self.maybe(OUTPUTS)
+        peers = given[4]
+        if (self.step, OUTPUTS) in self.all and peers and peers.rank == given[3]:
+            self.all.discard((self.step, OUTPUTS))
+            peers.awaits_loss()
+        return _send_outputs(*given)
 
-_exchange = StagePeers.exchange
+
+_exchange, _send_outputs = StagePeers.exchange, stepping.send_outputs
 
 
 def dying(deaths: Deaths) -> Survivor:
@@ -148,18 +166,23 @@ def dying(deaths: Deaths) -> Survivor:
     ):
         patch.setattr(executor._Run, "do", done)
         patch.setattr(StagePeers, "exchange", lambda *a: reaper.exchange(*a))
+        patch.setattr(stepping, "send_outputs", reaper.outputs)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         found = Survivor(0, 0, [], [], {}, 0.0)
         for step, (x, y) in enumerate(batches()):
             reaper.step = step
             if step % 2 == 0:
                 pipe.zero_grad()
-            found.losses.append(pipe.step(x, y).loss)
+            found.losses.append(pipe.step(x, y, outputs="all", table=TABLE).loss)
             found.norms.append(pipe.clip_grad_norm_(0.05))
             optimizer.step()
         found.state = pipe.state_dict()
-        evaluated = pipe.evaluate(x, y).loss
+        evaluated = pipe.evaluate(x, y, table=TABLE).loss
         assert evaluated is not None
         found.evaluated = evaluated
         found.rank, found.replicas = pipe.rank, pipe.num_replicas
+        found.steps = pipe.steps_done
+    if len(pipe.schedule.actions) < this_place().world_size:
+        with pytest.raises(ConfigError, match="ranks died in an earlier Pipeline"):
+            Pipeline(model(), F.mse_loss, micro_batches=1, timeout_s=1.0)
     return found

@@ -177,6 +177,17 @@ class TwoMasked(nn.Module):
         return self.blocks[2](x)
 
 
+class Scaled(nn.Module):
+    """Scales each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * scale)[:, None]
+
+
 def last_loss(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(y[:, -1], t)
 
@@ -207,3 +218,33 @@ def square_masks(how: str) -> list[float | str]:
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def split_calls() -> list[str]:
+    """Errors of calls that give the batch of two replicas, or losses and gradients."""
+    torch.manual_seed(2)
+    made = [Scaled()]
+    x, y, scale = torch.randn(8, WIDTH), torch.arange(8) % 3, torch.randn(8, 1)
+    last_loss(made[0](x, scale), y).backward()
+    expected = made[0].linear.weight.grad
+    made[0].linear.weight.grad = None
+    options: dict[str, Any] = {"replicas": 2, "split_batches": True, **CALM}
+    found = []
+    with (
+        logged("elche.pipeline") as warned,
+        Pipeline(made, last_loss, micro_batches=2, **options) as pipe,
+    ):
+        given = x if pipe.rank == 0 else None
+        for batch, target, words in (
+            (x, y[:4], scale),
+            (given, y, scale),
+            (x.numpy(), y.numpy(), scale.numpy()),
+        ):
+            try:
+                pipe.step(batch, target, scale=words)
+            except Exception as error:
+                found.append(str(error))
+        assert torch.allclose(next(pipe.parameters()).grad, expected, atol=1e-6)
+        assert warned == []
+        pipe.step(x + pipe.rank, y, scale=scale)
+    return found + warned

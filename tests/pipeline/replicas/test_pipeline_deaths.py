@@ -13,6 +13,7 @@ from tests.pipeline.cases.pipeline_death_cases import (
     COMPUTING,
     END,
     MICRO_BATCHES,
+    OUTPUTS,
     SOME,
     STEPS,
     Deaths,
@@ -30,12 +31,14 @@ def check(ranks: int, deaths: Deaths, victims: list[int]) -> None:
     assert [one.rank for one in found] == list(range(ranks - len(victims)))
     for one in found:
         assert one.replicas == len(found) * deaths.replicas // ranks
+        assert one.steps == STEPS
         assert one.losses == pytest.approx(expected.losses, rel=1e-12)
         assert one.norms == pytest.approx(expected.norms, rel=1e-12)
         assert one.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
         for name, value in expected.state.items():
             assert (one.state[name] - value).abs().max() <= 1e-12, name
-            assert torch.equal(one.state[name], found[0].state[name])
+        for name, value in found[0].state.items():
+            assert torch.equal(one.state[name], value), name
         passes = {float(v) for n, v in one.state.items() if n.endswith("passes")}
         assert passes == {STEPS * MICRO_BATCHES}
 
@@ -49,6 +52,7 @@ def test_replicas_split_the_batch() -> None:
     [
         (3, COMPUTING),
         (0, COMPUTING),
+        (3, OUTPUTS),
         (1, "the begin of step"),
         (0, "the begin of step" + SOME),
         (2, END),
@@ -74,3 +78,7 @@ def test_a_death_in_a_call_that_is_not_repeated() -> None:
 def test_two_deaths_until_one_rank_is_left() -> None:
     at = {0: (1, CLIP + SOME), 2: (4, COMPUTING)}
     check(3, Deaths(replicas=3, schedule="zb-h1", at=at), [0, 2])
+
+
+def test_buffers_are_averaged_after_a_death_behind_the_last_step() -> None:
+    check(3, Deaths(replicas=3, at={0: (STEPS - 1, CLIP)}), [0])

@@ -25,6 +25,7 @@ from tests.pipeline.cases.pipeline_weight_cases import (
     masked_mean,
     model,
     piped,
+    split_calls,
     square_masks,
 )
 
@@ -51,6 +52,16 @@ def test_masks_between_positions_are_not_cut(ranks2: RankPool, how: str) -> None
         if how == "unknown":
             assert "whole=('mask',)" in str(found.pop(0))
         assert all(isinstance(one, float) and one <= 1e-12 for one in found), found
+
+
+@pytest.mark.distributed
+def test_replicas_split_what_every_rank_gives(ranks2: RankPool) -> None:
+    found = ranks2.run(split_calls, case_setup=serve_in_thread)
+    assert "another batch was given to rank 1 than to rank 0" in found[0].pop()
+    for uneven, lacking in found:
+        assert "the batch has 8 samples, but the target 4" in uneven
+        assert "needs the batch of all replicas on every rank" in lacking
+        assert "was given none on rank 1" in lacking
 
 
 def by_hand(loss_fn: Any = masked_mean, **options: Any) -> Pipeline:

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 _DECLINE_S = 30.0
 _joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
+_reduced: set[tuple[tuple[str, int] | None, bytes]] = set()
+"""Runs of which ranks are gone."""
 
 
 @final
@@ -96,7 +98,13 @@ class StagePeers:
 
         Raises:
             CommunicationError: the ranks did not connect in time.
+            ConfigError: some are gone since an earlier pipeline.
         """
+        if (placement.coordinator, placement.key) in _reduced:
+            raise ConfigError(
+                "ranks died in an earlier Pipeline, and another one in the same "
+                "processes needs all of them; save a checkpoint and start a new run"
+            )
         placement, channel = connect(placement, timeout_s)
         assert placement.coordinator is not None
         number = _joined[placement.coordinator, placement.key] + 1
@@ -165,6 +173,7 @@ class StagePeers:
             The new connections, and the former numbers of their ranks.
         """
         self.disconnect()
+        _reduced.add((self._placement.coordinator, self._placement.key))
         regroups = self._channel.take(Regroup)
         lost = {rank for one in regroups for rank in one.left}
         kept = [r for r, member in enumerate(self._members) if member not in lost]

@@ -9,6 +9,7 @@ and stay identical.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -38,6 +39,15 @@ class SharedBuffers:
 
     def __post_init__(self) -> None:
         self._before = [one.clone() for one in self._now()]
+
+    def continue_from(self, former: Sequence[SharedBuffers]) -> None:
+        """Takes over what was equal on all replicas before one was lost."""
+        known = {
+            (id(module), name): before
+            for one in former
+            for (module, name), before in zip(one.places, one._before, strict=True)
+        }
+        self._before = [known[id(module), name] for module, name in self.places]
 
     def _now(self) -> list[torch.Tensor]:
         """Current buffers; a module may have replaced one by another tensor."""

@@ -19,6 +19,7 @@ from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.microbatches import Microbatches
+from elche.pipeline.step.outputs import microbatch_sizes
 from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
 from elche.runtime.data.stream_reader import fingerprint
 
@@ -106,24 +107,30 @@ class LocalInput:
     raised: Exception | None = None
 
 
-def _part(call: Call, cutter: Microbatches, groups: ReplicaGroups) -> Call:
+def _part(call: Call, cutter: Microbatches, groups: ReplicaGroups, rank: int) -> Call:
     """This replica's part of a call that was given the batch of all replicas.
 
     Raises:
-        ConfigError: see `Microbatches.learn`.
+        ConfigError: this rank has no batch, or a target of another size; or see
+            `Microbatches.learn`.
     """
-    given = {"batch": call.batch, "target": call.target}
-    given["keywords"] = dict(call.keywords)
-    samples = next(filter(None, map(batch_samples, given.values())), None)
+    roles = {"batch": call.batch, "target": call.target, "keywords": call.keywords}
+    given = {
+        role: as_tensors(one, f"the {role} on rank {rank}", is_cut=False)
+        for role, one in roles.items()
+    }
+    samples, labelled = batch_samples(given["batch"]), batch_samples(given["target"])
     if samples is None:
-        return call
-    count, mine = len(groups.ranks), groups.index
-    sizes = [samples // count + (place < samples % count) for place in range(count)]
-    if not sizes[mine]:
-        return replace(call, batch=None, target=None, keywords={})
+        raise ConfigError(
+            f"split_batches=True needs the batch of all replicas on every rank, and "
+            f"{call.what} was given none on rank {rank}"
+        )
     cutter.learn([cutter.shapes(given)], checks_names=False)
-    cut = {role: cutter.split(one, role, sizes)[mine] for role, one in given.items()}
-    return replace(call, **cut)
+    sizes = microbatch_sizes(samples, labelled, len(groups.ranks))
+    if groups.index >= len(sizes):
+        return replace(call, batch=None, target=None, keywords={})
+    cut = {role: cutter.split(one, role, sizes) for role, one in given.items()}
+    return replace(call, **{role: one[groups.index] for role, one in cut.items()})
 
 
 def read_call(
@@ -162,8 +169,9 @@ def _read(
     compares: bool,
 ) -> LocalInput:
     what, rank, may_rest = call.what, parts.rank, groups.are_several
-    if may_rest and parts.given.config.split_batches:
-        call = _part(call, cutter, groups)
+    splits, whole = may_rest and parts.given.config.split_batches, call.batch
+    if splits:
+        call = _part(call, cutter, groups, rank)
     if what == "step" and not torch.is_grad_enabled():
         raise ConfigError(
             f"step runs under torch.no_grad() or inference_mode() on rank {rank}, "
@@ -214,8 +222,8 @@ def _read(
     stages = [one.stage for one in parts.stages.values()]
     takes = {name: any(one.takes(name) for one in stages) for name in keywords}
     shown = None
-    if compares and (parts.is_first or parts.is_last) and call.batch is not None:
-        shown = fingerprint(call.batch)
+    if compares and (splits or parts.is_first or parts.is_last) and whole is not None:
+        shown = fingerprint(whole)
     given = {"batch": batch, "target": target, "keywords": keywords}
     taken = {name: one for name, one in keywords.items() if takes[name]}
     weighed = (None, False) if what == "generate" else cutter.weigh(given)
@@ -323,14 +331,25 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
-def warn_of_other_batch(reports: Sequence[InputReport], parts: Parts) -> None:
+def warn_of_other_batch(
+    reports: Sequence[InputReport], parts: Parts, groups: ReplicaGroups
+) -> None:
     """Warns if the first and the last stage's rank were given different batches.
 
     Loaders that shuffle differently on two ranks would silently train on wrong pairs.
-    It is
-    only a warning: augmentation may differ between two ranks that have the same
-        samples.
+    It is only a warning: augmentation may differ between two ranks that have the same
+    samples.
     """
+    if parts.given.config.split_batches and groups.are_several:
+        other = [r for r, one in enumerate(reports) if one.batch != reports[0].batch]
+        if other and parts.rank == 0:
+            logger.warning(
+                "another batch was given to %s than to rank 0, and each replica takes "
+                "its part of its own (split_batches=True): samples may count twice or "
+                "never; seed the sampler alike on all ranks (generator=)",
+                _ranks(other),
+            )
+        return
     placement = parts.plan.schedule.placement
     first, last = placement[0], placement[-1]
     read, seen = reports[first].batch, reports[last].batch

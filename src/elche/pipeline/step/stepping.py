@@ -75,6 +75,7 @@ class Stepping:
         self.passes, self.config = LoaderPasses(), parts.given.config
         self._is_warned = False
         self.steps = 0
+        self._cutter = Microbatches(parts)  # remembers which values it cuts
         self._connect(groups, parts, are_equal=False)
 
     def _connect(self, groups: ReplicaGroups, parts: Parts, are_equal: bool) -> None:
@@ -85,7 +86,7 @@ class Stepping:
         )
         mine = {name for one in parts.stages.values() for name in one.stage.keywords}
         self._named = ranks.exchange(sorted(mine), "the keywords of layers")
-        self._cutter, self.variants = Microbatches(parts), CutVariants(parts, ranks)
+        self.variants = CutVariants(parts, ranks)
         peers, ranks.rebuild = ranks.peers, None
         may_lose = self.config.split_batches and groups.are_several
         if may_lose and peers is not None and peers.transport.devices is None:
@@ -97,6 +98,7 @@ class Stepping:
         plan, peers = self.parts.plan, self.communicator.peers
         assert peers is not None, "a rank alone loses no other"
         groups, schedule = self.groups.without_lost(plan.schedule, kept)
+        former = self.replicas.buffers
         executor = replace(
             self.parts.executor,
             rank=peers.rank,
@@ -106,6 +108,8 @@ class Stepping:
         )
         plan = replace(plan, schedule=schedule)
         self._connect(groups, replace(self.parts, plan=plan, executor=executor), True)
+        for one in self.replicas.buffers:
+            one.continue_from(former)
 
     def step(self, call: Call) -> StepOutput:
         """Runs one step: forward and backward."""
@@ -114,14 +118,18 @@ class Stepping:
             return self._step(call)
         parameters = [*self.parts.named_parameters().values()]
         gradients = [one.grad for one in parameters]
-        buffers = [b for one in self.parts.layers for b in one.module.buffers()]
-        before = [one.clone() for one in buffers]
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for layer in self.parts.layers
+            for module in layer.module.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
 
         def step() -> StepOutput:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+            for module, name, buffer, value in buffers:
+                setattr(module, name, buffer.copy_(value))  # or it was replaced
             return self._step(call)
 
         return self.communicator.surviving(step)
@@ -136,10 +144,17 @@ class Stepping:
             input_gradients=call.input_gradients,
             keeps_outputs=call.outputs is not None,
         )
+        train = replicas.training(self.parts.executor.train, shares)
+        outputs: list[Any] = []
+
+        def carry_out(asked: StepInput) -> StepResults:
+            results = train(asked)
+            outputs.append(self._outputs(results, shares, call.outputs))
+            return results
+
+        # Nothing is sent after it, so that a rank that repeats the step has not ended.
         results, gathered, wants_cut = self.communicator.run(
-            replicas.training(self.parts.executor.train, shares),
-            asked,
-            self.passes.pauses.wants_cut,
+            carry_out, asked, self.passes.pauses.wants_cut
         )
         self.steps += 1
         self.passes.step_done(wants_cut=wants_cut)
@@ -152,7 +167,7 @@ class Stepping:
                 losses[shares.index], dtype=torch.float64, device="cpu"
             ),
             input_gradients=joined_gradients(results) if call.input_gradients else (),
-            outputs=self._outputs(results, shares, call.outputs),
+            outputs=outputs[0],
         )
 
     def evaluate(
@@ -222,7 +237,7 @@ class Stepping:
         reports = [InputReport(*one) for one in gathered]
         omitted = check_reports(reports, self._named, self.groups)
         if compares:
-            warn_of_other_batch(reports, self.parts)
+            warn_of_other_batch(reports, self.parts, self.groups)
         if is_step and any(one.is_uneven for one in reports):
             self._warn_of_ignored()
         for runner in self.parts.stages.values():

@@ -209,7 +209,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "values": (
         lambda model, x: x if x.sum() > 0 else -x,
         r"forward of inner \(Inner\) cannot be traced with this sample: values of "
-        "tensors decide what runs .*; .* put that code into a",
+        "tensors decide what runs .*; put that code into a",
     ),
     "an error": (
         lambda model, x: x @ x[:, :1],

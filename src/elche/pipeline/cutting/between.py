@@ -125,3 +125,18 @@ def where(node: fx.Node) -> str:
                 break
             before = str(one.args[0])
     return f"between {before} and {after}"
+
+
+def changes(node: fx.Node) -> bool:
+    """True if a node changes its first argument in place, by torch's convention."""
+    parts = str(node.target).split(".")
+    return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
+
+
+def base_of(node: Any) -> Any:
+    """Node of the tensor that a view shows, or that a change in place returns."""
+    while isinstance(node, fx.Node) and (
+        getattr(node.target, "is_view", False) or changes(node)
+    ):
+        node = node.args[0]
+    return node

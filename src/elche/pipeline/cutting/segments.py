@@ -11,14 +11,14 @@ from torch import fx, nn
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import REMEDY
-from elche.pipeline.cutting.between import texts, where
+from elche.pipeline.cutting.between import base_of, changes, texts, where
 from elche.pipeline.cutting.caching import (
     CACHE_MARK,
     PAST,
     CachedSegment,
     takes_cache,
 )
-from elche.pipeline.cutting.own_loss import find_own_loss
+from elche.pipeline.cutting.loss_search import find_own_loss
 from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_again, trace_calls
 from elche.pipeline.cutting.whole_calls import call_whole
 from elche.pipeline.cutting.whole_modules import (
@@ -351,7 +351,7 @@ def _graph(
         return here[node]
 
     for node in nodes:
-        if _changes(node) and _viewed(node.args[0]) not in own:
+        if changes(node) and base_of(node.args[0]) not in own:
             raise ConfigError(
                 f"forward changes a tensor from before a cut in place {where(node)} "
                 f"({node.target}); use the out-of-place operation, or {REMEDY}"
@@ -367,19 +367,6 @@ def _graph(
             here[node].meta = {}  # it would keep the trace alive
     graph.output(tuple(fx.node.map_arg(list(outputs), mapped)))
     return graph
-
-
-def _changes(node: fx.Node) -> bool:
-    """True if a node changes its first argument in place, by torch's convention."""
-    parts = str(node.target).split(".")
-    return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
-
-
-def _viewed(node: Any) -> Any:
-    """Base node of a view; the node itself if it is not a view."""
-    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
-        node = node.args[0]
-    return node
 
 
 def _body(

@@ -311,6 +311,19 @@ def test_blocks_routed_by_values_on_the_meta_device() -> None:
     assert len(cut_model(model, ["1", "3"], torch.randn(2, 8))) == 3
 
 
+class Flagging(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        return x, bool(x.sum() > 0)
+
+
+def test_numbers_that_depend_on_values_are_refused() -> None:
+    model = Outer(lambda model, x: model.flagging(x)[0])
+    model.inner.add_module("flagging", Flagging(WIDTH, WIDTH))
+    with pytest.raises(ConfigError, match=r"inner.flagging .* cannot be traced"):
+        cut_model(model, ["inner.second"], torch.randn(3, WIDTH))
+
+
 def test_sizes_that_depend_on_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be traced with this sample"):
         cut_model(Routed(least=0.0), None, torch.randn(9, 8))
@@ -340,6 +353,37 @@ def test_blocks_that_repeat_are_traced_once(factors: Any, runs: int) -> None:
     assert Pooling.runs == runs
     x = torch.randn(3, 24, WIDTH)
     assert torch.equal(run(layers, x), model(x))
+
+
+class ByPlace(nn.Module):
+    """Does something else in the third place, and returns it."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.linear(x)
+        return (x[:, ::2] if self.layer_idx == 2 else x), self.layer_idx
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ByPlace(place) for place in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x, place = block(x)
+            x = x * place + x.shape[1]
+        return x
+
+
+def test_blocks_that_read_their_place_are_not_alike() -> None:
+    model, x = Places(), torch.randn(2, 30, WIDTH)
+    assert torch.equal(run(cut_model(model, None, x), x), model(x))
+    assert not hasattr(ByPlace, "layer_idx")
 
 
 class Chosen(nn.Module):

@@ -172,3 +172,28 @@ def test_a_value_that_was_cut_by_its_size_alone_is_found_at_another_size() -> No
         Pipeline(made, last_loss, micro_batches=2, whole=["shfit"]).step(
             x, y, shift=shift
         )
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x) + shift.sum()
+        return x
+
+
+def test_a_value_that_the_trace_never_compares_is_cut_by_no_equal_size() -> None:
+    """The sample's own sizes may be equal by chance, too."""
+    made, x, y = Summed(), torch.randn(6, WIDTH), torch.arange(6) % 3
+    sample = {"x": x[:3], "shift": torch.ones(3)}
+    batch = {"x": x, "shift": torch.ones(6)}
+    options: dict[str, Any] = {"micro_batches": 2, "sample": sample}
+    for given in (batch, tuple(batch.values())):
+        with pytest.raises(ConfigError, match=r"first dimension of '(shift|1)'.* may"):
+            Pipeline(made, F.cross_entropy, **options).step(given, y)
+    pipe = Pipeline(made, F.cross_entropy, whole=("shift",), **options)
+    expected = F.cross_entropy(made(**batch), y).item()
+    assert pipe.step(batch, y).loss == pytest.approx(expected, rel=1e-6)

@@ -151,15 +151,15 @@ def _trace(
         codes[is_training] = Code(graph, output)
     sizes = [[expression(size) for size in fake.shape] for fake in fakes]
     fixed = [[_number(size) for size in row] for row in sizes]
-    if _number(arguments.learn_dimensions(sizes)) is not None:
+    guards = [one.expr for one in mode.shape_env.guards]
+    if _number(arguments.learn_dimensions(sizes, guards)) is not None:
         raise ConfigError(
             f"forward of {type(model).__name__} fixes the number of samples at that of "
             f"the sample, {arguments.samples}; compute it from the input's shape, or "
             "cut by hand with split=lambda model: [...]"
         )
     # No guard holds for a cache's length and the new positions (later just one).
-    guards = [] if is_cached else [one.expr for one in mode.shape_env.guards]
-    arguments.learn_sizes(symbols, fixed, guards)
+    arguments.learn_sizes(symbols, fixed, [] if is_cached else guards)
     return ModelTrace(
         codes=codes,
         held=stand_ins.held,

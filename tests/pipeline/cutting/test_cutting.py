@@ -179,6 +179,12 @@ def _freezes(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model.taking(x)  # type: ignore[no-any-return]
 
 
+def _infers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        y = x * 2
+    return x + y.clone()
+
+
 def _casts(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu"):
         return (x @ x.T @ x).float()
@@ -204,6 +210,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
         _freezes,
         r"uses torch.no_grad around code between inner.first and inner.second",
     ),
+    "inference": (_infers, "uses torch.inference_mode between inner.first and"),
     "autocast": (_casts, "uses autocast around code between inner.first and"),
     "a buffer": (_counts, "changes a tensor .* in place between inner.first and"),
     "values": (
@@ -254,6 +261,12 @@ def _without_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x * y.exp()
 
 
+def _changed_without_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x += 1
+    return x * x.detach()
+
+
 def _in_a_mode(model: Any, x: torch.Tensor) -> torch.Tensor:
     if model.training:
         return x * model.scale - model.second.weight.sum(0)
@@ -263,6 +276,7 @@ def _in_a_mode(model: Any, x: torch.Tensor) -> torch.Tensor:
 FOLLOWED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "dropout": lambda model, x: F.dropout(x, 0.5, model.training),
     "no_grad": _without_grad,
+    "change in no_grad": _changed_without_grad,
     "mode": _in_a_mode,
     "constants": lambda model, x: x * torch.tensor([1.0, 2.0, -math.inf, 3.0]).exp(),
 }

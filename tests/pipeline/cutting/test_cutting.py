@@ -317,6 +317,9 @@ def test_modules_of_one_layer_in_different_modes(kind: str) -> None:
     refused: Any = pytest.raises(ConfigError, match="put them into one mode")
     with refused if kind == "dropout" else nullcontext():
         run(layers, torch.randn(3, WIDTH))
+    layers[1].body.eval()
+    with refused if kind == "dropout" else nullcontext():
+        run(layers, torch.randn(3, WIDTH))
 
 
 def test_blocks_routed_by_values_on_the_meta_device() -> None:

@@ -70,13 +70,14 @@ class Segment(nn.Module):
         modes = {
             one.target: self.body.get_submodule(one.target).training for one in nodes
         }
-        if len(set(modes.values())) > 1:
+        if {*modes.values()} != {self.training}:
             raise ConfigError(
-                f"code between {', '.join(modes)} differs between training and "
-                "evaluation, and some of these modules are in training, some not; put "
-                "them into one mode, or cut between them (split_points=)"
+                f"code after {', '.join(modes)} differs between training and "
+                "evaluation, and some of these modules and the model around them are "
+                "in training, some not; put them into one mode (pipe.train()), or cut "
+                "between them (split_points=)"
             )
-        return next(iter(modes.values()))
+        return self.training
 
     def _write(self, device: torch.device, mode: bool) -> None:
         """Makes the body run the code of a mode, with new tensors on a device."""
@@ -197,6 +198,7 @@ def _cut(
     for index, codes in enumerate(layers):
         body = _body(model, trace.held, codes)
         segment = Segment(body, codes, trace.device)
+        segment.training = model.training  # it stands for the model's own code
         if trace.is_cached:
             made.append(CachedSegment(segment, None if index else trace.arguments))
         else:

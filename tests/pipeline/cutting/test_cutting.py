@@ -179,6 +179,12 @@ def _freezes(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model.taking(x)  # type: ignore[no-any-return]
 
 
+def _infers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        y = x * 2
+    return x + y.clone()
+
+
 def _casts(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu"):
         return (x @ x.T @ x).float()
@@ -204,6 +210,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
         _freezes,
         r"uses torch.no_grad around code between inner.first and inner.second",
     ),
+    "inference": (_infers, "uses torch.inference_mode between inner.first and"),
     "autocast": (_casts, "uses autocast around code between inner.first and"),
     "a buffer": (_counts, "changes a tensor .* in place between inner.first and"),
     "values": (
@@ -254,6 +261,12 @@ def _without_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x * y.exp()
 
 
+def _changed_without_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x += 1
+    return x * x.detach()
+
+
 def _in_a_mode(model: Any, x: torch.Tensor) -> torch.Tensor:
     if model.training:
         return x * model.scale - model.second.weight.sum(0)
@@ -263,6 +276,7 @@ def _in_a_mode(model: Any, x: torch.Tensor) -> torch.Tensor:
 FOLLOWED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "dropout": lambda model, x: F.dropout(x, 0.5, model.training),
     "no_grad": _without_grad,
+    "change in no_grad": _changed_without_grad,
     "mode": _in_a_mode,
     "constants": lambda model, x: x * torch.tensor([1.0, 2.0, -math.inf, 3.0]).exp(),
 }
@@ -303,12 +317,28 @@ def test_modules_of_one_layer_in_different_modes(kind: str) -> None:
     refused: Any = pytest.raises(ConfigError, match="put them into one mode")
     with refused if kind == "dropout" else nullcontext():
         run(layers, torch.randn(3, WIDTH))
+    layers[1].body.eval()
+    with refused if kind == "dropout" else nullcontext():
+        run(layers, torch.randn(3, WIDTH))
 
 
 def test_blocks_routed_by_values_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), Experts(), Experts(), nn.Linear(8, 3))
     assert len(cut_model(model, ["1", "3"], torch.randn(2, 8))) == 3
+
+
+class Flagging(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        return x, bool(x.sum() > 0)
+
+
+def test_numbers_that_depend_on_values_are_refused() -> None:
+    model = Outer(lambda model, x: model.flagging(x)[0])
+    model.inner.add_module("flagging", Flagging(WIDTH, WIDTH))
+    with pytest.raises(ConfigError, match=r"inner.flagging .* cannot be traced"):
+        cut_model(model, ["inner.second"], torch.randn(3, WIDTH))
 
 
 def test_sizes_that_depend_on_values_are_refused() -> None:
@@ -340,6 +370,37 @@ def test_blocks_that_repeat_are_traced_once(factors: Any, runs: int) -> None:
     assert Pooling.runs == runs
     x = torch.randn(3, 24, WIDTH)
     assert torch.equal(run(layers, x), model(x))
+
+
+class ByPlace(nn.Module):
+    """Does something else in the third place, and returns it."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.linear(x)
+        return (x[:, ::2] if self.layer_idx == 2 else x), self.layer_idx
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ByPlace(place) for place in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x, place = block(x)
+            x = x * place + x.shape[1]
+        return x
+
+
+def test_blocks_that_read_their_place_are_not_alike() -> None:
+    model, x = Places(), torch.randn(2, 30, WIDTH)
+    assert torch.equal(run(cut_model(model, None, x), x), model(x))
+    assert not hasattr(ByPlace, "layer_idx")
 
 
 class Chosen(nn.Module):

@@ -96,25 +96,61 @@ def test_a_batch_without_targets_has_no_gradient() -> None:
 
 
 class Own(nn.Module):
-    """A loss that is no plain mean, of a model that is traced."""
+    """A model that computes its own loss."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, loss: Any) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.factor = factor
+        self.criterion = nn.CrossEntropyLoss()
+        self.loss = loss
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
         for block in self.blocks:
             x = block(x)
-        return {"loss": F.cross_entropy(x, labels) * self.factor}
+        return {"loss": self.loss(self, x, labels)}
 
 
-def test_a_loss_of_the_model_s_own_is_refused_where_its_mean_is_unknown() -> None:
+def _ignoring(own: Own, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    labels = labels.clone()
+    labels[labels > 2] = IGNORED
+    labels[:1] = IGNORED
+    return F.cross_entropy(x, labels)
+
+
+def _of_some(own: Own, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    x = x[labels > 2]
+    return F.mse_loss(x, torch.zeros_like(x))
+
+
+def test_labels_that_the_model_changes_in_place_are_counted_so() -> None:
+    batch = {"x": torch.randn(4, WIDTH).double(), "labels": torch.tensor([0, 1, 4, 2])}
+    made = Own(_ignoring).double()
+    pipe = Pipeline(made, None, micro_batches=1, sample=batch)
+    own = pipe.layers[0].module.own_loss
+    assert own.count(batch, {}) == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "fault"),
+    [
+        (lambda own, x, y: 2 * F.cross_entropy(x, y), "one ends in aten.mul.Tensor"),
+        (lambda own, x, y: own.criterion(x, y), "ends in the submodule criterion"),
+        (lambda own, x, y: F.cross_entropy(x @ x.T, y), "the terms of this one"),
+        (lambda own, x, y: F.mse_loss(x.mean(0), x[0] * 0), "the terms of this one"),
+        (_of_some, "the terms of this one"),
+        (lambda own, x, y: F.cross_entropy(x, x.argmax(-1)), "depend on call_whole"),
+    ],
+)
+def test_a_loss_of_the_model_s_own_whose_mean_is_unknown(loss: Any, fault: str) -> None:
+    batch = {"x": torch.randn(4, WIDTH), "labels": torch.arange(4)}
+    with pytest.raises(ConfigError, match=rf"{fault}.*; pass\s+weight_of"):
+        Pipeline(Own(loss), None, micro_batches=2, sample=batch)
+
+
+def test_a_loss_of_the_model_s_own_is_weighed_by_hand() -> None:
     batch = {"x": torch.randn(4, WIDTH), "labels": torch.arange(4)}
     options: dict[str, Any] = {"micro_batches": 2, "sample": batch}
-    with pytest.raises(ConfigError, match=r"ends in aten.mul.Tensor; pass\s+weight_of"):
-        Pipeline(Own(2.0), None, **options)
-    made = Own(2.0)
+    made = Own(lambda own, x, y: 2 * F.cross_entropy(x, y))
     weighed = Pipeline(made, None, weight_of=lambda one: len(one["x"]), **options)
     expected = made(**batch)["loss"].item()
     assert weighed.step(batch).loss == pytest.approx(expected, rel=1e-6)
@@ -147,3 +183,28 @@ def test_a_value_that_was_cut_by_its_size_alone_is_found_at_another_size() -> No
         Pipeline(made, last_loss, micro_batches=2, whole=["shfit"]).step(
             x, y, shift=shift
         )
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x) + shift.sum()
+        return x
+
+
+def test_a_value_that_the_trace_never_compares_is_cut_by_no_equal_size() -> None:
+    """The sample's own sizes may be equal by chance, too."""
+    made, x, y = Summed(), torch.randn(6, WIDTH), torch.arange(6) % 3
+    sample = {"x": x[:3], "shift": torch.ones(3)}
+    batch = {"x": x, "shift": torch.ones(6)}
+    options: dict[str, Any] = {"micro_batches": 2, "sample": sample}
+    for given in (batch, tuple(batch.values())):
+        with pytest.raises(ConfigError, match=r"first dimension of '(shift|1)'.* may"):
+            Pipeline(made, F.cross_entropy, **options).step(given, y)
+    pipe = Pipeline(made, F.cross_entropy, whole=("shift",), **options)
+    expected = F.cross_entropy(made(**batch), y).item()
+    assert pipe.step(batch, y).loss == pytest.approx(expected, rel=1e-6)

@@ -42,6 +42,7 @@ class Arguments:
         device: device of the tensors.
         is_cut: whether an argument's tensors have a row per sample, by its name and by
             its position; known after the trace.
+        unsure: those of which it is unknown, see `learn_dimensions`.
     """
 
     signature: inspect.Signature
@@ -51,6 +52,7 @@ class Arguments:
     first: str
     device: torch.device
     is_cut: dict[str, bool] = field(default_factory=dict)
+    unsure: set[str] = field(default_factory=set)
     _symbols: list[list[Any]] = field(default_factory=list)
     _fixed: list[list[int | None]] = field(default_factory=list)
     _guards: list[Any] = field(default_factory=list)
@@ -143,14 +145,17 @@ class Arguments:
             if _count(structure) and given.get(name) is None
         ]
 
-    def learn_dimensions(self, sizes: list[list[Any]]) -> Any:
+    def learn_dimensions(self, sizes: list[list[Any]], guards: Sequence[Any]) -> Any:
         """Finds the arguments with a row per sample.
 
         Their first dimension is the batch's in the trace; or it equals the batch's in
-        the sample, and the trace identified it with no other dimension.
+        the sample, and the trace identified it with no other dimension. If the trace
+        never compared it with the batch, a tensor of one dimension, or with others of
+        that size, may be either: it is `unsure`.
 
         Args:
             sizes: symbolic sizes of each tensor after the trace, equal ones as one.
+            guards: conditions that held in the trace.
 
         Returns:
             The batch's number of samples: a symbol, or a number if forward fixes it.
@@ -158,13 +163,19 @@ class Arguments:
         named = list(zip(self.owners(), self.tensors, sizes, strict=True))
         others = {each for one in sizes for each in one[1:]}
         batch = next(one[0] for name, _, one in named if name == self.first and one)
+        own: set[Any] = getattr(batch, "free_symbols", set())
+        compared = own.union(*(g.free_symbols for g in guards if own & g.free_symbols))
         for name, tensor, one in named:
             is_like = one[:1] == [batch] or (
                 tensor.shape[:1] == (self.samples,) and one[0] not in others
             )
+            is_free = is_like and not getattr(one[0], "free_symbols", own) & compared
+            if is_free and (tensor.dim() == 1 or self.samples in tensor.shape[1:]):
+                self.unsure.add(name)
             self.is_cut[name] = is_like or self.is_cut.get(name, False)
         for place, name in enumerate(self.signature.parameters):
             self.is_cut[str(place)] = self.is_cut.get(name, True)
+            self.unsure |= {str(place)} if name in self.unsure else set()
         return batch
 
     def tensors_of(

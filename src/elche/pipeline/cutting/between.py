@@ -61,13 +61,20 @@ def _detach_without_grad(graph: fx.Graph) -> None:
     pairs, which are dropped.
 
     Raises:
-        ConfigError: there is autocast around traced code, or a module in no_grad.
+        ConfigError: there is autocast or inference mode around traced code, or a module
+            in no_grad.
     """
     has_grad, casts = True, 0
     switches: list[fx.Node] = []
     found: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         name = "" if node.op == "get_attr" else getattr(node.target, "__name__", "")
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_inference():
+            raise ConfigError(
+                f"forward uses torch.inference_mode {where(node)}, which makes tensors "
+                f"that no backward pass may save; use torch.no_grad, or {REMEDY}"
+            )
         if name.endswith("set_grad_enabled"):
             has_grad, found = bool(node.args[0]), {}
             switches.append(node)
@@ -81,6 +88,8 @@ def _detach_without_grad(graph: fx.Graph) -> None:
                     f"code {where(node)}, which a cut might tear apart (a module is "
                     f"frozen by requires_grad_(False)); {REMEDY}"
                 )
+            if changes(node):  # its result is its input, whose gradient goes on
+                node.replace_all_uses_with(node.args[0])
             _detach_inputs(node, found)
     for node in reversed(switches):
         graph.erase_node(node)
@@ -125,3 +134,18 @@ def where(node: fx.Node) -> str:
                 break
             before = str(one.args[0])
     return f"between {before} and {after}"
+
+
+def changes(node: fx.Node) -> bool:
+    """True if a node changes its first argument in place, by torch's convention."""
+    parts = str(node.target).split(".")
+    return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
+
+
+def base_of(node: Any) -> Any:
+    """Node of the tensor that a view shows, or that a change in place returns."""
+    while isinstance(node, fx.Node) and (
+        getattr(node.target, "is_view", False) or changes(node)
+    ):
+        node = node.args[0]
+    return node

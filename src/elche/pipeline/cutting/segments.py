@@ -11,14 +11,14 @@ from torch import fx, nn
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import REMEDY
-from elche.pipeline.cutting.between import texts, where
+from elche.pipeline.cutting.between import base_of, changes, texts, where
 from elche.pipeline.cutting.caching import (
     CACHE_MARK,
     PAST,
     CachedSegment,
     takes_cache,
 )
-from elche.pipeline.cutting.own_loss import find_own_loss
+from elche.pipeline.cutting.loss_search import find_own_loss
 from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_again, trace_calls
 from elche.pipeline.cutting.whole_calls import call_whole
 from elche.pipeline.cutting.whole_modules import (
@@ -70,13 +70,14 @@ class Segment(nn.Module):
         modes = {
             one.target: self.body.get_submodule(one.target).training for one in nodes
         }
-        if len(set(modes.values())) > 1:
+        if {*modes.values()} != {self.training}:
             raise ConfigError(
-                f"code between {', '.join(modes)} differs between training and "
-                "evaluation, and some of these modules are in training, some not; put "
-                "them into one mode, or cut between them (split_points=)"
+                f"code after {', '.join(modes)} differs between training and "
+                "evaluation, and some of these modules and the model around them are "
+                "in training, some not; put them into one mode (pipe.train()), or cut "
+                "between them (split_points=)"
             )
-        return next(iter(modes.values()))
+        return self.training
 
     def _write(self, device: torch.device, mode: bool) -> None:
         """Makes the body run the code of a mode, with new tensors on a device."""
@@ -197,6 +198,7 @@ def _cut(
     for index, codes in enumerate(layers):
         body = _body(model, trace.held, codes)
         segment = Segment(body, codes, trace.device)
+        segment.training = model.training  # it stands for the model's own code
         if trace.is_cached:
             made.append(CachedSegment(segment, None if index else trace.arguments))
         else:
@@ -351,7 +353,7 @@ def _graph(
         return here[node]
 
     for node in nodes:
-        if _changes(node) and _viewed(node.args[0]) not in own:
+        if changes(node) and base_of(node.args[0]) not in own:
             raise ConfigError(
                 f"forward changes a tensor from before a cut in place {where(node)} "
                 f"({node.target}); use the out-of-place operation, or {REMEDY}"
@@ -367,19 +369,6 @@ def _graph(
             here[node].meta = {}  # it would keep the trace alive
     graph.output(tuple(fx.node.map_arg(list(outputs), mapped)))
     return graph
-
-
-def _changes(node: fx.Node) -> bool:
-    """True if a node changes its first argument in place, by torch's convention."""
-    parts = str(node.target).split(".")
-    return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
-
-
-def _viewed(node: Any) -> Any:
-    """Base node of a view; the node itself if it is not a view."""
-    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
-        node = node.args[0]
-    return node
 
 
 def _body(

@@ -90,7 +90,7 @@ class StandIns:
             The output with fake tensors.
 
         Raises:
-            KeyError: a size of the output is another.
+            KeyError: a size of the output is another, or it has a number.
         """
         symbols = {
             size.node.expr: (size, number)
@@ -111,6 +111,8 @@ class StandIns:
         learns = any(one.requires_grad for one in module.parameters())
 
         def fake(one: Any, other: Any) -> Any:
+            if isinstance(one, (bool, int, float)):
+                raise KeyError("a number, which values may have decided")
             if not isinstance(one, torch.Tensor):
                 return one
             pairs = zip(one.shape, other.shape, strict=True)

@@ -128,7 +128,7 @@ def _trace(
 ) -> ModelTrace:
     stand_ins = StandIns(model, arguments)
     fakes, mode = stand_ins.inputs, stand_ins.mode
-    symbols = [[_expression(size) for size in fake.shape] for fake in fakes]
+    symbols = [[expression(size) for size in fake.shape] for fake in fakes]
     watch = ModuleCalls(model, whole, stand_ins)
     outputs: list[Any] = []
 
@@ -149,17 +149,17 @@ def _trace(
         graph = settle(made, stand_ins.names)
         output = tree_map(lambda one: nothing, outputs[-1])
         codes[is_training] = Code(graph, output)
-    sizes = [[_expression(size) for size in fake.shape] for fake in fakes]
+    sizes = [[expression(size) for size in fake.shape] for fake in fakes]
     fixed = [[_number(size) for size in row] for row in sizes]
-    if _number(arguments.learn_dimensions(sizes)) is not None:
+    guards = [one.expr for one in mode.shape_env.guards]
+    if _number(arguments.learn_dimensions(sizes, guards)) is not None:
         raise ConfigError(
             f"forward of {type(model).__name__} fixes the number of samples at that of "
             f"the sample, {arguments.samples}; compute it from the input's shape, or "
             "cut by hand with split=lambda model: [...]"
         )
     # No guard holds for a cache's length and the new positions (later just one).
-    guards = [] if is_cached else [one.expr for one in mode.shape_env.guards]
-    arguments.learn_sizes(symbols, fixed, guards)
+    arguments.learn_sizes(symbols, fixed, [] if is_cached else guards)
     return ModelTrace(
         codes=codes,
         held=stand_ins.held,
@@ -196,7 +196,8 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
         ) from error
 
 
-def _expression(size: Any) -> Any:
+def expression(size: Any) -> Any:
+    """A size of a traced tensor: a number, or an expression of symbols."""
     return size if isinstance(size, int) else size.node.expr
 
 

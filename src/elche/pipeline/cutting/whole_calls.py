@@ -2,7 +2,8 @@
 
 Of calls that are alike one is run. Such are calls of modules with equal classes,
 attributes, modes and sizes of parameters, on inputs of equal sizes and plain values. An
-attribute like `layer_idx` may differ, if it is the module's place in its list.
+attribute like `layer_idx` may differ, if it is the module's place in its list, and
+forward does not read it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
@@ -130,20 +131,25 @@ class ModuleCalls:
         self, name: str, module: nn.Module, args: tuple[Any, ...], keywords: Any
     ) -> Any:
         """Output of a call, with fake tensors."""
-        key = _likeness(name, module), _form((args, keywords))
+        places = _places(name, module)
+        key = _likeness(module, places), _form((args, keywords))
         if key in self._results:
-            for buffer in self._results[key][1]:
+            found, changed, _ = self._results[key]
+            for buffer in changed:
                 module.get_buffer(buffer).zero_()  # marks it as changed
         else:
             before = {own: version(one) for own, one in module.named_buffers()}
-            found = self._run(module, args, keywords)
+            with _reads_noted(places) as reads:
+                found = self._run(module, args, keywords)
             after = module.named_buffers()
             changed = [own for own, one in after if version(one) != before.get(own)]
-            # The arguments are kept because the key has ids of objects in them.
-            self._results[key] = found, changed, (args, keywords)
+            # Caches need the place, and prove themselves, see `CutVariants.proven`.
+            given = tree_leaves((args, keywords))
+            if not reads or any(hasattr(one, "traced_as") for one in given):
+                # The arguments are kept because the key has ids of objects in them.
+                self._results[key] = found, changed, (args, keywords)
         return tree_map(
-            lambda one: one.clone() if isinstance(one, torch.Tensor) else one,
-            self._results[key][0],
+            lambda one: one.clone() if isinstance(one, torch.Tensor) else one, found
         )
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], keywords: Any) -> Any:
@@ -179,12 +185,44 @@ class ModuleCalls:
         )
 
 
-def _likeness(name: str, module: nn.Module) -> Any:
+def _places(name: str, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Attributes of a module and its submodules that are its place in its list."""
     place = name.rpartition(".")[2]
+    return [
+        (one, key)
+        for one in module.modules()
+        for key, value in vars(one).items()
+        if _PLACE.search(key) and str(value) == place and not hasattr(type(one), key)
+    ]
+
+
+@contextmanager
+def _reads_noted(places: Sequence[tuple[nn.Module, str]]) -> Iterator[list[str]]:
+    """Yields a list to which each read of these attributes is added."""
+    slots, reads = {(type(one), key) for one, key in places}, list[str]()
+
+    def reading(key: str) -> property:
+        def read(module: nn.Module) -> Any:
+            reads.append(key)
+            return vars(module)[key]
+
+        return property(read)
+
+    for owner, key in slots:
+        setattr(owner, key, reading(key))
+    try:
+        yield reads
+    finally:
+        for owner, key in slots:
+            delattr(owner, key)
+
+
+def _likeness(module: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> Any:
+    left_out = {(id(one), key) for one, key in places}
 
     def attributes(one: nn.Module) -> Iterator[Any]:
         for key, value in vars(one).items():
-            if key != "_modules" and not (_PLACE.search(key) and str(value) == place):
+            if key != "_modules" and (id(one), key) not in left_out:
                 yield key, _form(value)
 
     return tuple(

@@ -35,7 +35,9 @@ class Microbatches:
         self._parts, self._config = parts, parts.given.config
         self._whole = frozenset(self._config.whole or ())
         arguments = getattr(parts.given.layers.sources[0], "arguments", None)
-        self._traced: dict[str, bool] = {} if arguments is None else arguments.is_cut
+        self._unsure = set[str]() if arguments is None else arguments.unsure
+        known = {} if arguments is None else arguments.is_cut
+        self._traced = {n: cut for n, cut in known.items() if n not in self._unsure}
         self._is_cut = {**self._traced, **dict.fromkeys(self._whole, False)}
 
     def split(self, value: Any, role: str, sizes: Sequence[int]) -> list[Any]:
@@ -88,7 +90,8 @@ class Microbatches:
 
     def _decide(self, name: str, shape: Sequence[int], batch: Sequence[int]) -> None:
         follows, is_cut = shape[0] == batch[0], self._is_cut.get(name)
-        is_open = is_cut is None and batch[0] in (*batch[1:], *shape[1:])
+        is_like = name in self._unsure or batch[0] in (*batch[1:], *shape[1:])
+        is_open = is_cut is None and is_like
         if follows and is_open and self._config.whole is None:
             raise ConfigError(
                 f"the first dimension of {name!r}, of shape {list(shape)}, may be the "

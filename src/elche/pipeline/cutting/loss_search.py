@@ -1,0 +1,102 @@
+"""Finds in a model's trace the loss that it computes, and what that is a mean over."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from elche.pipeline.cutting.arguments import Arguments
+from elche.pipeline.cutting.between import base_of, changes
+from elche.pipeline.cutting.own_loss import OwnLoss
+from elche.pipeline.cutting.tracing import expression
+from elche.pipeline.cutting.whole_calls import call_whole
+from elche.torch_internals.batches import tree_map
+
+_aten = torch.ops.aten
+_CROSS_ENTROPY = _aten.cross_entropy_loss.default
+_OPERATOR = type(_aten.mse_loss.default)
+_BY_SAMPLES = (
+    _aten.mse_loss.default,
+    _aten.l1_loss.default,
+    _aten.binary_cross_entropy_with_logits.default,
+)
+
+
+def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss | None:
+    """Finds the loss in a traced model's output, and what it is a mean over.
+
+    Args:
+        graph: the trace.
+        output: structure of the model's output.
+        arguments: arguments of the trace.
+    """
+    ends = iter(next(node for node in graph.nodes if node.op == "output").args[0])
+    loss = OwnLoss(arguments)(tree_map(lambda _: next(ends), output))
+    if loss is None:
+        return None
+    if fault := _fault(graph, loss, arguments):
+        return OwnLoss(arguments, fault=fault)
+    if loss.target in _BY_SAMPLES:
+        return OwnLoss(arguments)
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = _needed(graph, loss.args[1])
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    made.output(copies[loss.args[1]])
+    inputs = [node for node in made.nodes if node.op == "placeholder"]
+    for node in made.nodes:
+        is_known = node in inputs or node.op == "output" or node.target is torch.tensor
+        if not is_known and not isinstance(node.target, _OPERATOR):
+            fault = f"the labels of this one depend on {node.name}"
+            return OwnLoss(arguments, fault=fault)
+        node.meta = {}  # it would keep the trace alive
+        node.args = fx.node.map_aggregate(node.args, _on_cpu)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _on_cpu)
+    pairs = zip(arguments.owners(), inputs, strict=True)
+    used = frozenset(name for name, node in pairs if node.users)
+    return OwnLoss(arguments, fx.GraphModule({}, made), used)
+
+
+def _fault(graph: fx.Graph, loss: Any, arguments: Arguments) -> str:
+    """Why a loss is no mean over labels or samples; "" if it is one."""
+    if loss.target is call_whole:
+        return f"this one ends in the submodule {loss.args[0]}"
+    is_plain = not (loss.args[2:] or loss.kwargs)  # a mean, without weights
+    by_samples = loss.target in _BY_SAMPLES
+    if not is_plain or not (by_samples or loss.target == _CROSS_ENTROPY):
+        return f"this one ends in {loss.target}"
+    inputs = zip(arguments.owners(), graph.nodes, strict=False)
+    firsts = [_sizes(node) for name, node in inputs if name == arguments.first]
+    batch = next(size for size, *_ in filter(None, firsts))
+    sizes, others = map(_sizes, loss.args[:2])
+    if by_samples:  # whose parts have equal sizes, whatever the values
+        each = prod(sizes) / batch
+        bad = batch.free_symbols | free_unbacked_symbols(loss.args[0].meta["val"])
+        is_right = sizes == others and not each.free_symbols & bad
+    else:  # no class is another sample, as in contrastive losses
+        classes = 0 * batch + sum(sizes[1:2])
+        is_right = bool(sizes[1:]) and not classes.free_symbols & batch.free_symbols
+    return "" if is_right else f"the terms of this one, of sizes {sizes}, share samples"
+
+
+def _sizes(node: Any) -> list[Any]:
+    return [expression(size) for size in node.meta["val"].shape]
+
+
+def _needed(graph: fx.Graph, labels: fx.Node) -> set[fx.Node]:
+    """Nodes that make a value, also by changes in place."""
+    needed = {labels, base_of(labels)}
+    for node in reversed(graph.nodes):
+        if node in needed or (changes(node) and base_of(node) in needed):
+            needed |= {node, *node.all_input_nodes}
+            needed |= set(map(base_of, node.all_input_nodes))
+    return needed
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value

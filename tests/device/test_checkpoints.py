@@ -72,3 +72,22 @@ def test_runs_go_over_to_another_kind_of_device(
     found, rest = trained(devices[1], tmp_path / "cut")
     assert first + rest == draws
     torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_state_that_an_optimizer_has_before_setup_follows_its_parameters(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    model, other = nn.Linear(4, 1), nn.Parameter(torch.ones(3))  # which is not moved
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    made = optimizer([*model.parameters(), other], lr=0.1, **options)
+    data = TensorDataset(torch.ones(2, 4))
+    for device in ("cpu", DEVICE):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ELCHE_DEVICE", device)
+            _, _, batches = elche.setup(model, made, DataLoader(data, 2))
+        for (x,) in batches:
+            (model(x).sum() + other.sum().to(device)).backward()
+            made.step()
+        elche.shutdown()
+    assert model.weight.device == torch.device(DEVICE)

@@ -1,8 +1,10 @@
-"""Every path of an accelerator in one call: tests, then all mixes of ranks, one table.
+r"""Every path of an accelerator in one call: tests, then all mixes of ranks, one table.
 
     python -m benchmarks.cuda_paths --json cuda.json
     python -m benchmarks.cuda_paths --device xpu
     python -m benchmarks.cuda_paths --device cpu --little    without an accelerator
+    PYTHONPATH=tests/device/autoload:. python -m benchmarks.cuda_paths \
+        --device tdev --little    on the test device
 
 Runs the tests of devices, and trains `cuda_job.py` on one GPU alone, on the CPU alone,
 on two ranks of one GPU (gloo), on a GPU beside a CPU rank, each under every policy,

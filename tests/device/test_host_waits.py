@@ -11,8 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from elche.comm.gradients.buckets.bucket_pass import BucketPass
+from elche.comm.transport.process_group import Group
 from elche.demo.contender import Contender, ContenderSpec
 from elche.demo.workload import Workload
+from elche.devices.streams import record_event
 from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.profiling import profile_layers
 from elche.runtime.process.worker import HOST_AHEAD_BATCHES, Worker
@@ -70,6 +73,15 @@ def test_host_is_two_batches_ahead(device: torch.device) -> None:
         batches.append(torch.accelerator.current_stream().record_event())
         Worker.pace_device(worker)
         assert batches[-1 - HOST_AHEAD_BATCHES].query()
+
+
+def test_a_devices_gradients_are_no_wait_for_other_ranks(device: torch.device) -> None:
+    set_speed(0, kernel_us=20_000)
+    torch.zeros(10, device=device).add_(1)
+    reduction: Any = SimpleNamespace(_group=Group.alone(60.0))
+    computed = [record_event(device)]
+    assert BucketPass._await_own(reduction, computed) >= 0.02
+    assert computed[0].query()
 
 
 def test_times_of_layers_include_the_device(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from elche.errors import CommunicationError
 from tests.comm.averaging.test_averaging import Net, close, copied, plan_for, train
 from tests.comm.thread_group import on_ranks
 from tests.comm.transport.thread_link import transports
-from tests.device import NAME, held
+from tests.device import KIND, NAME, held
 
 TIMEOUT_S = 60.0
 DEADLINE = timedelta(seconds=TIMEOUT_S)
@@ -37,6 +37,9 @@ WHAT = "a message"
 TO, FROM = Address(1, 1, WHAT), Address(0, 1, WHAT)
 T = TypeVar("T")
 DEVICES = [f"{NAME}:0", f"{NAME}:1"]
+pytestmark = pytest.mark.skipif(
+    KIND != NAME, reason="only the test device has its backend"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -14,23 +14,29 @@ from elche.errors import ConfigError
 from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.watch.model_sums import ModelSums
 from elche.trainer.micro_batches import MicroBatches
-from tests.device import held, set_memory_bytes
+from tests.device import KIND, NAME, extension, held, set_memory_bytes
 
 CPU = torch.device("cpu")
 MB = 2**20
 
 
 def test_devices_are_found_by_name(device: torch.device) -> None:
-    assert choice.kind() == choice.vendor_kind() == device.type
+    if device.type == "cpu":
+        pytest.skip("the CPU is not chosen by name")
+    assert choice.kind() == device.type
     assert choice.device_names()[0] == str(choice.default_device(0)) == str(device)
     assert choice.check_device(device.type) == choice.current_device() == device
-    assert streams.has_streams(device)
-    assert memory.widest_float(device) is torch.float64
+    if KIND == NAME:
+        assert choice.vendor_kind() == NAME
+        assert streams.has_streams(device)
+        assert memory.widest_float(device) is torch.float64
     with pytest.raises(ConfigError, match=f"does not exist: torch can use {device}"):
         choice.check_device(f"{device.type}:99")
 
 
 def test_random_numbers_are_saved_and_forked(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("only accelerators' states are saved by their type")
     saved = random_state.saved_state()
     drawn = torch.rand(4, device=device)
     random_state.restore_saved({**saved, "type": "another"})
@@ -97,6 +103,7 @@ def test_a_codec_encodes_to_the_same_bytes(device: torch.device, name: str) -> N
 
 def test_a_full_device_trains_in_micro_batches(device: torch.device) -> None:
     """With the CPU's gradient; a log record that is kept keeps no failed attempt."""
+    extension()  # on another device memory has no limit
     x, found, sizes = torch.linspace(-1, 1, 64 * 16).view(64, 16), [], []
     for place in (CPU, device):
         torch.manual_seed(2)

@@ -151,7 +151,7 @@ def _place(
     weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
     choice.use(placement.device)
     move_model(model, placement.device, optimizers)
-    _move_state(optimizers, placement.device)
+    _move_state(optimizers)
     if placement.emulation is not None:
         process.emulation = emulate(model, placement.emulation)
     world_size, seed = placement.world_size, asked.config.seed
@@ -228,19 +228,18 @@ def move_model(
         ) from error
 
 
-def _move_state(
-    optimizers: Sequence[torch.optim.Optimizer], device: torch.device
-) -> None:
-    """Moves state that was loaded into optimizers before the model was moved.
+def _move_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Moves state that was loaded before the model was moved to its parameters.
 
     Step counts stay on the host, unless the optimizer computes with them on the device.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             moves_steps = group.get("fused") or group.get("capturable")
-            for state in (optimizer.state.get(each, {}) for each in group["params"]):
+            for each in group["params"]:
+                state = optimizer.state.get(each, {})
                 near = {k: v for k, v in state.items() if k != "step" or moves_steps}
-                state.update(to_device(near, device))
+                state.update(to_device(near, each.device))
 
 
 def _begin_alone(

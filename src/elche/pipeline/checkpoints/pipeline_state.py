@@ -80,11 +80,6 @@ class PipelineState:
         """Number of ranks of the run."""
         return sum(map(len, self.groups.ranks))
 
-    @property
-    def replica(self) -> int:
-        """Index of this rank's replica."""
-        return self.groups.index
-
     @staticmethod
     def only_open() -> PipelineState | None:
         """State of the only open pipeline of this process, or None.

@@ -43,29 +43,33 @@ class _Slot(NamedTuple):
 
 @final
 class MetaTensors:
-    """Tensors of this rank in place of those of the meta device."""
+    """Tensors of this rank in place of those of the meta device.
 
-    def __init__(self) -> None:
+    Args:
+        init: see `elche.pipeline.pipeline_config.PipelineConfig`.
+    """
+
+    def __init__(self, init: Init = None) -> None:
+        self._init = init
         self._slots: list[_Slot] = []
         self._made: dict[int, torch.Tensor] = {}
         self._blank: list[_Slot] = []
 
     def fill(
-        self, layer: Layer, device: torch.device, init: Init, owners: Mapping[int, Any]
+        self, layer: Layer, device: torch.device, owners: Mapping[int, Any]
     ) -> None:
         """Makes and initialises a layer's tensors; those with values keep them.
 
         Args:
             layer: layer of the model.
             device: target device.
-            init: see `elche.pipeline.pipeline_config.PipelineConfig`.
             owners: see `elche.pipeline.setup.pretrained.owners`.
 
         Raises:
             ConfigError: a module has no initialisation, or nothing has computed a
                 buffer that no state_dict has.
         """
-        slots = self._replace(layer, device)
+        init, slots = self._init, self._replace(layer, device)
         made = {id(one) for one in self._made.values()}
         held = (*layer.module.parameters(), *layer.module.buffers()) if slots else ()
         kept = [(one, one.detach().clone()) for one in held if id(one) not in made]

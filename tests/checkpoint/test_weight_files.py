@@ -37,3 +37,9 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
     write_tensors(tmp_path / "model-1.safetensors", {"a": ONES})
     with pytest.raises(CheckpointError, match=r"a is in .*model.* and in mod.*; give"):
         WeightFiles.found_at(tmp_path)
+
+
+def test_ranks_that_have_saved_a_tensor_of_both(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "model-rank0.safetensors", {"tied": ONES, "a": TWOS})
+    write_tensors(tmp_path / "model-rank1.safetensors", {"tied": ONES})
+    assert sorted(WeightFiles.found_at(tmp_path)) == ["a", "tied"]

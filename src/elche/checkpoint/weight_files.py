@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from elche.checkpoint.files import open_tensors
+from elche.checkpoint.manifest import MODEL_PART
 from elche.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ class WeightFiles(Mapping[str, "Tensor"]):
 
     Raises:
         CheckpointError: a file is missing, or is not a safetensors file; or two files
-            have a tensor of the same name.
+            have a tensor of the same name, and are not of ranks that share it.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._files: dict[str, Path] = {}
         for path in paths:
             for name in list(open_tensors(path).keys()):
-                if self._files.setdefault(name, path) != path:
+                is_copy = path.name.startswith(MODEL_PART)  # ranks that share a tensor
+                if self._files.setdefault(name, path) != path and not is_copy:
                     raise CheckpointError(
                         f"{name} is in {self._files[name]} and in {path.name}; give "
                         "the files of one model in a folder"

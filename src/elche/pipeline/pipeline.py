@@ -150,7 +150,7 @@ class Pipeline:
     @property
     def replica(self) -> int:
         """Index of the replica that this rank belongs to."""
-        return self._state.replica
+        return self._state.groups.index
 
     @property
     def num_replicas(self) -> int:

@@ -120,6 +120,16 @@ def leave_a_run_that_fails(of_trainer: bool) -> None:
     run.worker.close(None)
 
 
+def load_other_ties(given: StateWork) -> list[torch.Tensor]:
+    """The shared weight on each rank, after a state with two values of it."""
+    state = nn.Sequential(*make_layers()).state_dict()
+    state["5.0.weight"] = state["5.0.weight"] + 1
+    with made(given) as pipe:
+        pipe.load_state_dict(state)
+        found = pipe.local_state_dict()
+        return [v for n, v in found.items() if n in ("1.0.weight", "5.0.weight")]
+
+
 def train(
     given: StateWork,
     folder: str,

@@ -22,6 +22,7 @@ from tests.pipeline.cases.pipeline_state_cases import (
     StateWork,
     continued,
     leave_a_run_that_fails,
+    load_other_ties,
     make_layers,
     make_loader,
     make_optimizer,
@@ -67,6 +68,13 @@ def test_saved_on_four_ranks_resumed_on_two_and_three(
     # Asked for after step 5, made when the loop comes back from the next one.
     resumed_on(ranks2, StateWork((5, 3), "zb-h1"), tmp_path, 6)
     resumed_on(ranks3, StateWork((1, 2, 1, 1, 1, 2), "zb-v"), tmp_path, 6)
+
+
+def test_two_values_of_a_shared_weight(ranks2: RankPool) -> None:
+    """Every rank takes the last one, as torch does."""
+    given = load_other_ties, StateWork((4, 4))
+    first, last = ranks2.run(*given, case_setup=serve_in_thread)
+    assert torch.equal(first[0], last[0])
 
 
 def test_resumed_on_more_ranks_and_between_epochs(

@@ -74,6 +74,39 @@ def test_a_buffer_that_nothing_computes(init: Any) -> None:
     assert all(one.is_meta for one in named(model).values())
 
 
+class Odd(nn.Linear):
+    """Has buffers that look as if nothing had written to them."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.full((2,), torch.nan))
+        self.register_buffer("most", torch.tensor(torch.iinfo(torch.int64).max))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        mask = torch.tensor([True] * 4)
+        self.register_buffer("mask", mask, persistent=False)
+
+
+def test_values_of_a_file_that_look_blank() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Odd(), nn.Linear(4, 4))
+    with pipeline(model, init="load") as pipe:
+        pipe.load_state_dict(nn.Sequential(Odd(), nn.Linear(4, 4)).state_dict())
+        assert pipe.step(X, Y).loss > 0
+
+
+@pytest.mark.parametrize("init", [None, "load"])
+def test_weights_of_a_layer_that_is_partly_on_meta(init: Any) -> None:
+    """As after load_state_dict(assign=True), which has no values of such buffers."""
+    model, saved = on_meta(computes=True), nn.Sequential(*layers(True)).state_dict()
+    wanted = {name: one.clone() for name, one in saved.items()}
+    model.load_state_dict(saved, assign=True)
+    with pipeline(model, init=init) as pipe:
+        found = pipe.state_dict()
+    assert all(torch.equal(one, wanted[name]) for name, one in found.items())
+
+
 def named(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 

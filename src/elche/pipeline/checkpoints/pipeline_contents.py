@@ -64,7 +64,7 @@ class PipelineContents:
             "random": passes.random(),
             "begun": passes.begun,
         }
-        if pipe.replica:  # replica 0 saves the same state
+        if pipe.groups.index:  # replica 0 saves the same state
             own["optimizers"] = []
             return Captured.of(own, {}, {})
         shared = {}

@@ -80,11 +80,6 @@ class PipelineState:
         """Number of ranks of the run."""
         return sum(map(len, self.groups.ranks))
 
-    @property
-    def replica(self) -> int:
-        """Index of this rank's replica."""
-        return self.groups.index
-
     @staticmethod
     def only_open() -> PipelineState | None:
         """State of the only open pipeline of this process, or None.
@@ -185,9 +180,14 @@ class PipelineState:
                 f"{self.rank}; give the state_dict of this model, or files with its "
                 "names (save_pretrained(..., save_original_format=False))"
             )
+        last = {
+            each: [name for name in known if name in state][-1:]
+            for known in self.parameter_names().values()
+            for each in known
+        }  # the same of a shared parameter on all ranks, and as torch loads it
         with torch.no_grad():
             for name, *_ in given:
-                mine[name].copy_(state[name])
+                mine[name].copy_(state[last.get(name, [name])[0]])
         if trouble := self.parts.given.meta.trouble():
             raise ConfigError(trouble)
 

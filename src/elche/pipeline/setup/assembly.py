@@ -189,9 +189,7 @@ def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> 
         index: layer
         for mine in places.values()
         for index, layer in zip(
-            mine,
-            layers.build(mine, given.device, seed, given.config.init, given.meta),
-            strict=True,
+            mine, layers.build(mine, given.device, seed, given.meta), strict=True
         )
     }
     join_ties(given.ties, built)

@@ -70,7 +70,6 @@ class PipelineBuilder:
         self._model, self._loss_fn, self._split = model, loss_fn, split
         self._micro_batches, self._schedule = micro_batches, schedule
         self._devices, self._placement = devices, read_placement()
-        self._meta = MetaTensors()
         try:
             facts = launch_facts()
             if facts.may_grow and facts.pipe >= 0:  # Ray replaces ranks by default
@@ -79,6 +78,7 @@ class PipelineBuilder:
                     "--max-restarts N starts it anew from its last checkpoint"
                 )
             self._config = pipeline_config(config, options)
+            self._meta = MetaTensors(self._config.init)
         except ConfigError as error:
             if self._placement.world_size > 1:
                 StagePeers.decline(self._placement, error)

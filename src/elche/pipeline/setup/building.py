@@ -15,7 +15,7 @@ from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
 from elche.devices import random_state
 from elche.errors import ConfigError
 from elche.pipeline.cutting.whole_modules import SplitPoints
-from elche.pipeline.setup.meta_tensors import Init, MetaTensors
+from elche.pipeline.setup.meta_tensors import MetaTensors
 from elche.pipeline.setup.pretrained import owners
 from elche.pipeline.stage import Layer
 from elche.torch_internals.held import held_parameters
@@ -80,7 +80,6 @@ class LayerList:
         indices: Sequence[int],
         device: torch.device,
         seed: int | None,
-        init: Init = None,
         meta: MetaTensors | None = None,
     ) -> list[Layer]:
         """Builds layers on a device.
@@ -90,8 +89,7 @@ class LayerList:
             device: target device.
             seed: makes every layer independent of where it is built; torch's generators
                 are restored afterwards.
-            init: initialises a layer that was on the meta device.
-            meta: gets the tensors of layers that were there.
+            meta: makes and initialises tensors of layers on the meta device.
 
         Raises:
             ConfigError: a factory does not make a module, or a meta layer has no
@@ -100,15 +98,10 @@ class LayerList:
         meta = meta or MetaTensors()
         # Afterwards every rank's script draws the same numbers, whatever it built.
         with random_state.forked([device], enabled=seed is not None):
-            return [self._build(index, device, seed, init, meta) for index in indices]
+            return [self._build(index, device, seed, meta) for index in indices]
 
     def _build(
-        self,
-        index: int,
-        device: torch.device,
-        seed: int | None,
-        init: Init,
-        meta: MetaTensors,
+        self, index: int, device: torch.device, seed: int | None, meta: MetaTensors
     ) -> Layer:
         source, name = self.sources[index], self.names[index]
         if seed is not None:
@@ -117,7 +110,7 @@ class LayerList:
             made = _made(source, index, device)
             return Layer(name, made.to(device), self.aliases[index])
         layer = Layer(name, source, self.aliases[index])
-        meta.fill(layer, device, init, self.owners)
+        meta.fill(layer, device, self.owners)
         source.to(device)
         return layer
 

@@ -43,37 +43,47 @@ class _Slot(NamedTuple):
 
 @final
 class MetaTensors:
-    """Tensors of this rank in place of those of the meta device."""
+    """Tensors of this rank in place of those of the meta device.
 
-    def __init__(self) -> None:
+    Args:
+        init: see `elche.pipeline.pipeline_config.PipelineConfig`.
+    """
+
+    def __init__(self, init: Init = None) -> None:
+        self._init = init
         self._slots: list[_Slot] = []
         self._made: dict[int, torch.Tensor] = {}
         self._blank: list[_Slot] = []
 
     def fill(
-        self, layer: Layer, device: torch.device, init: Init, owners: Mapping[int, Any]
+        self, layer: Layer, device: torch.device, owners: Mapping[int, Any]
     ) -> None:
         """Makes and initialises a layer's tensors; those with values keep them.
 
         Args:
             layer: layer of the model.
             device: target device.
-            init: see `elche.pipeline.pipeline_config.PipelineConfig`.
             owners: see `elche.pipeline.setup.pretrained.owners`.
 
         Raises:
             ConfigError: a module has no initialisation, or nothing has computed a
                 buffer that no state_dict has.
         """
-        slots = self._replace(layer, device)
+        init, slots = self._init, self._replace(layer, device)
+        made = {id(one) for one in self._made.values()}
+        held = (*layer.module.parameters(), *layer.module.buffers()) if slots else ()
+        kept = [(one, one.detach().clone()) for one in held if id(one) not in made]
         for module in reversed([*layer.module.modules()]) if slots else ():
             mine = [one for one in slots if one.module is module]
             if init is None or not all(one.is_saved for one in mine):
                 must = init is None and bool(mine)
                 _initialise(module, owners.get(id(module)), layer.name, must)
+        with torch.no_grad():
+            for one, value in kept:
+                one.copy_(value)
         if callable(init) and slots:
             init(layer.module)
-        blank = [one for one in slots if _is_blank(one)]
+        blank = [one for one in slots if self._is_blank(one)]
         lacking = [one for one in blank if init is None or not one.is_saved]
         if lacking:
             raise ConfigError(_why(lacking))
@@ -81,7 +91,7 @@ class MetaTensors:
 
     def trouble(self) -> str:
         """Error text for tensors that still have no values; "" if all have."""
-        self._blank = [one for one in self._blank if _is_blank(one)]
+        self._blank = [one for one in self._blank if self._is_blank(one)]
         return _why(self._blank) if self._blank else ""
 
     def adopt(self, model: nn.Module) -> None:
@@ -115,6 +125,15 @@ class MetaTensors:
         self._slots += found
         return found
 
+    def _is_blank(self, slot: _Slot) -> bool:
+        """True if a tensor was neither replaced nor written to."""
+        held = getattr(slot.module, slot.own)
+        was_written = held is not self._made[id(slot.meta)] or version(held) > 1
+        if was_written or not held.numel():
+            return False
+        now: torch.Tensor = held.detach()  # its `.data` may have been written to
+        return bool(((now != now) | (now == _blank_value(now.dtype))).all())
+
 
 def _blank_like(one: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = torch.empty_like(one, device=device, requires_grad=False)
@@ -127,16 +146,6 @@ def _blank_value(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return dtype is torch.bool or torch.iinfo(dtype).max
-
-
-def _is_blank(slot: _Slot) -> bool:
-    now: torch.Tensor = getattr(slot.module, slot.own).detach()
-    first = now[(0,) * now.dim()] if now.numel() else None
-    if first is None or (first == first and first != _blank_value(now.dtype)):
-        return False  # most tensors, without a look at the rest
-    if now.dtype is torch.bool:  # which has no value to spare
-        return bool(version(now) <= 1)
-    return bool(((now != now) | (now == _blank_value(now.dtype))).all())
 
 
 def _why(slots: Sequence[_Slot]) -> str:

@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> Iterator[torch.device]:
     """The first device, idle, with no delays, no kernel times and all its memory."""
     place = test_device.register()
+    if place.type != "cpu":
+        torch.accelerator.set_device_index(place)  # runs in this process may change it
     yield place
     if place.type != "cpu":
         torch.accelerator.synchronize()

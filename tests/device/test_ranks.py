@@ -118,7 +118,7 @@ def test_shares_follow_the_speed(tmp_path: Path, on_cpu: Any, devices: str) -> N
         TEST_DEVICE_ELEMENT_NS="0:100,1:10000",
     )  # fmt: skip
     check(found, expected if policy == "sync" else None)
-    fast, slow = (epochs[-1] for epochs in each_epoch(found))
+    fast, slow = map(sum, each_epoch(found))  # an epoch has few windows
     assert fast > 2 * slow, each_epoch(found)
 
 

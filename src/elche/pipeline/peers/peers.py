@@ -27,7 +27,6 @@ from elche.comm.transport.message_memory import open_message_memory
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message
 from elche.comm.transport.point_to_point import LOOK_EVERY_S, PointToPoint
 from elche.comm.transport.process_group import (
-    CHECK_EVERY_S,
     SLEEP_S,
     Group,
     gather_texts,
@@ -41,7 +40,7 @@ from elche.errors import (
     RankLostError,
     RemoteRankError,
 )
-from elche.pipeline.peers.waits import BEYOND_S, REASON_WITHIN_S, Waits
+from elche.pipeline.peers.waits import BEYOND_S, Waits
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 
@@ -157,13 +156,10 @@ class StagePeers:
         Raises:
             RemoteRankError: the run has ended.
         """
-        until_s = time.monotonic() + REASON_WITHIN_S
-        while time.monotonic() < until_s:
-            try:
-                self.waits.check()
-            except RankLostError:
-                return True
-            time.sleep(CHECK_EVERY_S)
+        try:
+            self.waits.await_reason()
+        except RankLostError:
+            return True
         return False
 
     def rejoin(self, timeout_s: float) -> tuple[StagePeers, tuple[int, ...]]:

@@ -54,6 +54,17 @@ class Waits:
         self._name = name
         self._longest_s = self._reported_s = 0.0
 
+    def await_reason(self) -> None:
+        """Checks for a moment, in which the reason of a lost connection may arrive.
+
+        Raises:
+            See `check`.
+        """
+        until_s = time.monotonic() + REASON_WITHIN_S
+        while time.monotonic() < until_s:
+            self.check()
+            time.sleep(CHECK_EVERY_S)
+
     def check(self) -> None:
         """Raises if the run has ended.
 
@@ -159,10 +170,7 @@ class Waits:
         except ElcheError:
             raise
         except RuntimeError as error:
-            until_s = time.monotonic() + REASON_WITHIN_S
-            while time.monotonic() < until_s:
-                self.check()
-                time.sleep(CHECK_EVERY_S)
+            self.await_reason()
             raise CommunicationError(
                 f"rank {self._rank} lost {_names(ranks)} while waiting for {what}: "
                 f"{error}; it has ended, or closed its pipeline before this rank did: "

@@ -130,22 +130,7 @@ def plan_measured(
     counts = [len(rows) for rows in by_rank]
     if len(set(counts)) > 1:
         raise MismatchError(f"ranks have different numbers of layers: {counts}")
-    profile = PipelineProfile(
-        layers=tuple(
-            _layer_profile(index, row)
-            for index, row in enumerate(zip(*by_rank, strict=True))
-        ),
-        devices=tuple(
-            DeviceProfile(name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limit)
-            for rank, limit in enumerate(limits)
-        ),
-        links={
-            (one, other): LinkProfile(
-                latency_s=latency_s, bytes_per_s=bytes_per_s, efficiency=1.0
-            )
-            for one, other, latency_s, bytes_per_s in links
-        },
-    )
+    profile = _profile(by_rank, limits, links)
     asked = PlanConfig(
         num_microbatches=micro_batches,
         schedule=schedule,
@@ -174,6 +159,29 @@ def plan_measured(
     )
     # The costs contain the limits now.
     return made, replace(config, partition=sizes, costs=costs, memory_bytes=None)
+
+
+def _profile(
+    by_rank: Sequence[Sequence[LayerMeasurement]],
+    limits: Sequence[float],
+    links: Sequence[tuple[int, int, float, float]],
+) -> PipelineProfile:
+    return PipelineProfile(
+        layers=tuple(
+            _layer_profile(index, row)
+            for index, row in enumerate(zip(*by_rank, strict=True))
+        ),
+        devices=tuple(
+            DeviceProfile(name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limit)
+            for rank, limit in enumerate(limits)
+        ),
+        links={
+            (one, other): LinkProfile(
+                latency_s=latency_s, bytes_per_s=bytes_per_s, efficiency=1.0
+            )
+            for one, other, latency_s, bytes_per_s in links
+        },
+    )
 
 
 def _layer_profile(index: int, by_rank: Sequence[LayerMeasurement]) -> LayerProfile:

@@ -181,22 +181,8 @@ def _read(
     batch = target = samples = targets = None
     omitted: list[str] = []
     if parts.is_first:
-        given = call.batch if call.make_batch is None else call.make_batch()
-        batch = as_tensors(given, f"the batch on rank {rank}")
+        batch, omitted = _read_batch(call, parts, may_rest)
         samples = batch_samples(batch)
-        if samples is None and not (may_rest and batch is None):
-            raise ConfigError(
-                f"{what} needs a batch on rank {rank}, which has the first stage: "
-                "expected a tensor with samples along its first dimension, got "
-                f"{type(batch).__name__}"
-            )
-        omitted = parts.omitted_by(batch, call.keywords)
-        if omitted and what == "step":
-            raise ConfigError(
-                f"the sample has the model's argument {omitted[0]}, but the batch of "
-                "step has not; give it, or cut with a sample without it (evaluate and "
-                "generate run without it)"
-            )
     is_own = isinstance(parts.given.loss_fn, OwnLoss)
     if is_own and call.target is not None:
         raise ConfigError(
@@ -232,6 +218,27 @@ def _read(
         *(*weighed, cutter.shapes({**given, "keywords": taken})),
     )
     return LocalInput(report, *map(here, given.values()))
+
+
+def _read_batch(call: Call, parts: Parts, may_rest: bool) -> tuple[Any, list[str]]:
+    """The batch of the first stage, and the arguments that it leaves out."""
+    what, rank = call.what, parts.rank
+    given = call.batch if call.make_batch is None else call.make_batch()
+    batch = as_tensors(given, f"the batch on rank {rank}")
+    if batch_samples(batch) is None and not (may_rest and batch is None):
+        raise ConfigError(
+            f"{what} needs a batch on rank {rank}, which has the first stage: "
+            "expected a tensor with samples along its first dimension, got "
+            f"{type(batch).__name__}"
+        )
+    omitted = parts.omitted_by(batch, call.keywords)
+    if omitted and what == "step":
+        raise ConfigError(
+            f"the sample has the model's argument {omitted[0]}, but the batch of "
+            "step has not; give it, or cut with a sample without it (evaluate and "
+            "generate run without it)"
+        )
+    return batch, omitted
 
 
 def scale_of(loss_scale: Any) -> float:

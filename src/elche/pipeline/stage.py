@@ -221,12 +221,3 @@ def modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for one, mode in modes:
             one.training = mode
-
-
-def changes_in_place(stage: Stage) -> bool:
-    """True if a layer declares it, such as ``nn.ReLU(inplace=True)``."""
-    return any(
-        getattr(one, "inplace", False) is True
-        for layer in stage.layers
-        for one in layer.module.modules()
-    )

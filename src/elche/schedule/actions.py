@@ -97,10 +97,7 @@ class Schedule:
     actions: tuple[tuple[StageAction, ...], ...]
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise ConfigError(
-                f"a schedule needs at least one microbatch, got {self.num_microbatches}"
-            )
+        check_microbatches(self.num_microbatches)
         if not self.placement:
             raise ConfigError("a schedule needs at least one stage, got none")
         if not all(0 <= rank < self.num_ranks for rank in self.placement):
@@ -128,6 +125,18 @@ class Schedule:
         """The stages that a rank holds, ascending."""
         return tuple(
             stage for stage, holder in enumerate(self.placement) if holder == rank
+        )
+
+
+def check_microbatches(num_microbatches: int) -> None:
+    """Rejects a schedule without microbatches.
+
+    Raises:
+        ConfigError: there are no microbatches.
+    """
+    if num_microbatches < 1:
+        raise ConfigError(
+            f"a schedule needs at least one microbatch, got {num_microbatches}"
         )
 
 

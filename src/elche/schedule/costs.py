@@ -37,16 +37,9 @@ class StageCost:
     kept_for_weight: float | None = None
 
     def __post_init__(self) -> None:
-        values = {
-            "forward": self.forward,
-            "input_gradient": self.input_gradient,
-            "weight_gradient": self.weight_gradient,
-            "backward": self.full_backward,
-            "activation": self.activation,
-            "kept_for_weight": self.kept,
-        }
-        for field, value in values.items():
-            if not 0 <= value < math.inf:
+        for field in self.__dataclass_fields__:
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(
                     f"{field} of a stage must be a number of at least 0, got {value}"
                 )

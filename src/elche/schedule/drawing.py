@@ -6,6 +6,7 @@ import math
 from statistics import median
 
 from elche.schedule.actions import Kind, Schedule, StageAction
+from elche.schedule.codes import CODE_OF
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.timing import CostTable, Timing
 
@@ -17,12 +18,6 @@ KIND_NAMES = {
     Kind.FULL_BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
-}
-_CODES = {
-    Kind.FORWARD: 0,
-    Kind.FULL_BACKWARD: 1,
-    Kind.BACKWARD_INPUT: 2,
-    Kind.BACKWARD_WEIGHT: 3,
 }
 
 
@@ -106,4 +101,4 @@ def _row(
 
 
 def _length(table: CostTable, action: StageAction) -> float:
-    return table.durations[action.stage * 8 + _CODES[action.kind]]
+    return table.durations[action.stage * 8 + CODE_OF[action.kind]]

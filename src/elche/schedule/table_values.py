@@ -96,12 +96,10 @@ def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]
     Raises:
         ConfigError: the value is not three numbers.
     """
-    if not isinstance(raw, list | tuple) or len(raw) != 3:
+    parts = tuple(raw) if isinstance(raw, list | tuple) else ()
+    if len(parts) != 3 or not all(map(is_number, parts)):
         raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
-    forward, inputs, weights = raw
-    if not all(map(is_number, (forward, inputs, weights))):
-        raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
-    return forward, inputs, weights
+    return parts
 
 
 def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -124,7 +124,19 @@ def simulate(schedule: Schedule, costs: PipelineCosts) -> Timing:
     table = CostTable(costs)
     rows, count = encode(schedule), schedule.num_microbatches
     starts = run_rows(rows, table, count, schedule.is_lowered)
-    return _sum_up(rows, starts, table, count)
+    busy, ends = [], []
+    for row, times in zip(rows, starts, strict=True):
+        took = [table.durations[(code >> 3) // count * 8 + (code & 7)] for code in row]
+        busy.append(sum(took))
+        ends.append(times[-1] + took[-1] if row else 0.0)
+    return Timing(
+        makespan=makespan_of(rows, starts, table, count),
+        starts=tuple(times[0] if times else 0.0 for times in starts),
+        ends=tuple(ends),
+        busy=tuple(busy),
+        peak_activations=tuple(peaks(rows, table, count)),
+        action_starts=tuple(map(tuple, starts)),
+    )
 
 
 def run_rows(
@@ -227,26 +239,6 @@ def peaks(rows: Rows, table: CostTable, count: int) -> list[float]:
     return found
 
 
-def _sum_up(
-    rows: Rows, starts: list[list[float]], table: CostTable, count: int
-) -> Timing:
-    durations = table.durations
-    busy, ends = [], []
-    for row, times in zip(rows, starts, strict=True):
-        lengths = [durations[(code >> 3) // count * 8 + (code & 7)] for code in row]
-        busy.append(sum(lengths))
-        ends.append(times[-1] + lengths[-1] if row else 0.0)
-    begun = [times[0] for times in starts if times]
-    return Timing(
-        makespan=max(ends) - min(begun),
-        starts=tuple(times[0] if times else 0.0 for times in starts),
-        ends=tuple(ends),
-        busy=tuple(busy),
-        peak_activations=tuple(peaks(rows, table, count)),
-        action_starts=tuple(map(tuple, starts)),
-    )
-
-
 def _lost(work: float, time: float) -> float:
     return 1.0 - work / time if time > 0 else 0.0
 
@@ -260,9 +252,7 @@ def _deadlock(rows: Rows, positions: Sequence[int], count: int) -> str:
         step = 1 if waiting.kind.value != "F" else -1
         needs = f"{'F' if step < 0 else 'I or B'} of stage {waiting.stage + step}"
         lines.append(
-            f"  rank {rank} stops at its action {position}, {waiting}: it needs the "
+            f"\n  rank {rank} stops at its action {position}, {waiting}: it needs the "
             f"{needs} on microbatch {waiting.microbatch}"
         )
-    return "the schedule deadlocks; each of these waits for another:\n" + "\n".join(
-        lines
-    )
+    return "the schedule deadlocks; each of these waits for another:" + "".join(lines)

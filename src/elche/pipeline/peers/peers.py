@@ -123,16 +123,9 @@ class StagePeers:
         members: Sequence[int],
         timeout_s: float,
     ) -> StagePeers:
-        group = Group.form(
-            Waits(channel, placement.rank, name),
-            placement.rank,
-            placement.world_size,
-            name,
-            placement.listen,
-            timeout_s + BEYOND_S,
-        )
+        waits, ranks = Waits(channel, placement.rank, name), range(len(members))
+        group = _group(waits, placement, ranks, name, timeout_s)
         peers = StagePeers(placement, channel, group, name, members)
-        group.check = peers.waits.check
         try:  # shared memory to ranks on this host, gloo to the others
             memory = open_message_memory(
                 *(placement.rank, placement.world_size),
@@ -267,18 +260,11 @@ class StagePeers:
         for ranks in sorted(set(wanted)):
             if self.rank not in ranks:
                 continue
-            named = ",".join(map(str, ranks))
-            groups[ranks] = Group.form(
-                self.waits,
-                ranks.index(self.rank),
-                len(ranks),
-                f"{self._name}/{named}",
-                self._placement.listen,
-                timeout_s + BEYOND_S,
-            )
-            groups[ranks].shares_host = agree_to_share(groups[ranks], shares)
-            groups[ranks].check = self.waits.check
-            self._subgroups.append(groups[ranks])
+            name = f"{self._name}/{','.join(map(str, ranks))}"
+            made = _group(self.waits, self._placement, ranks, name, timeout_s)
+            self._subgroups.append(made)
+            made.shares_host = agree_to_share(made, shares)
+            groups[ranks] = made
         return groups
 
     def open_devices(
@@ -387,3 +373,17 @@ class StagePeers:
             group.close()
         if self._devices is not None:
             self._devices.close()  # last: the others have been notified
+
+
+def _group(
+    waits: Waits,
+    placement: Placement,
+    ranks: Sequence[int],
+    name: str,
+    timeout_s: float,
+) -> Group:
+    """Forms a process group of some ranks, whose waits raise when the run ends."""
+    place, deadline_s = ranks.index(placement.rank), timeout_s + BEYOND_S
+    group = Group.form(waits, place, len(ranks), name, placement.listen, deadline_s)
+    group.check = waits.check
+    return group

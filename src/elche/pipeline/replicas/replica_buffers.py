@@ -18,7 +18,7 @@ from torch import nn
 
 from elche.comm.transport.process_group import Group
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.replicas.gradient_buckets import as_numbers
+from elche.pipeline.replicas.reduction import as_numbers
 
 
 @final

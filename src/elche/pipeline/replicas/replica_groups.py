@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from elche.errors import ConfigError, MismatchError
+from elche.errors import ConfigError
 from elche.pipeline.step.outputs import microbatch_sizes
 from elche.schedule.actions import Schedule
 
@@ -58,9 +58,7 @@ class ReplicaGroups:
         number = {rank: new for new, rank in enumerate(kept)}
         groups = (members for members in self.ranks if members[0] in number)
         ranks = tuple(tuple(number[rank] for rank in members) for members in groups)
-        placement = tuple(number[rank] for rank in schedule.placement)
-        actions = tuple(schedule.actions[rank] for rank in kept)
-        placed = replace(schedule, placement=placement, actions=actions)
+        placed = _renumbered(schedule, number, len(kept))
         return ReplicaGroups(ranks, number[self.rank]), placed
 
     def placed(self, schedule: Schedule) -> Schedule:
@@ -68,12 +66,19 @@ class ReplicaGroups:
 
         Ranks of other replicas get no actions.
         """
-        count = sum(len(members) for members in self.ranks)
-        rows: list[tuple[Any, ...]] = [()] * count
-        for rank, row in zip(self.members, schedule.actions, strict=True):
-            rows[rank] = row
-        placement = tuple(self.members[seat] for seat in schedule.placement)
-        return replace(schedule, placement=placement, actions=tuple(rows))
+        number = dict(enumerate(self.members))
+        return _renumbered(schedule, number, sum(map(len, self.ranks)))
+
+
+def _renumbered(
+    schedule: Schedule, number: Mapping[int, int], num_ranks: int
+) -> Schedule:
+    """Maps ranks to new numbers; other new ranks get no actions."""
+    rows: list[tuple[Any, ...]] = [()] * num_ranks
+    for rank, new in number.items():
+        rows[new] = schedule.actions[rank]
+    placement = tuple(number[rank] for rank in schedule.placement)
+    return replace(schedule, placement=placement, actions=tuple(rows))
 
 
 def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups:
@@ -107,21 +112,6 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
             f"replicas={[list(members) for members in ranks]}"
         )
     return ReplicaGroups(ranks, rank)
-
-
-def check_grouping(reports: Sequence[Any]) -> None:
-    """Raises unless all ranks have reported the same groups.
-
-    Raises:
-        MismatchError: ranks have reported different groups.
-    """
-    for rank, theirs in enumerate(reports):
-        if theirs != reports[0]:
-            raise MismatchError(
-                f"ranks disagree about the replicas: rank 0 has {reports[0]}, rank "
-                f"{rank} has {theirs}; run the same script with the same settings "
-                "everywhere"
-            )
 
 
 @dataclass(frozen=True)

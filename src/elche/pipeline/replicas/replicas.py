@@ -10,7 +10,7 @@ embedding, treat it the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import final
 
@@ -19,16 +19,13 @@ from torch import nn
 
 from elche.comm.transport.messages import Message
 from elche.comm.transport.shared_memory import may_share_memory
-from elche.errors import MismatchError
-from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.peers.communicator import PipelineCommunicator, common
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.reduction import GradientReduction
 from elche.pipeline.replicas.replica_buffers import SharedBuffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
     ReplicaGroups,
-    ReplicaShares,
-    check_grouping,
     group_ranks,
 )
 from elche.pipeline.replicas.replica_units import (
@@ -42,7 +39,6 @@ from elche.pipeline.replicas.replica_units import (
 )
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
-from elche.pipeline.step.executor import StepInput, StepResults
 from elche.runtime.process.environment import Placement
 
 
@@ -61,12 +57,9 @@ def agree_on_groups(
         made.append(group_ranks(replicas, placement.rank, placement.world_size))
         return [list(members) for members in made[0].ranks]
 
-    reports = communicator.gather(ranks, "sharing out the ranks among replicas")
-    try:
-        check_grouping(reports)
-    except MismatchError:
-        communicator.close()
-        raise
+    with communicator.closing_on_failure():
+        reports = communicator.agree(ranks, "sharing out the ranks among replicas")
+        common(reports, "assignment of ranks to replicas")
     return made[0]
 
 
@@ -197,15 +190,6 @@ class Replicas:
             for members in self.groups.ranks
         ]
 
-    def training(
-        self, carry_out: Callable[[StepInput], StepResults], shares: ReplicaShares
-    ) -> Callable[[StepInput], StepResults]:
-        """Wraps this rank's part of a step with the gradient reduction."""
-        reduction, has_batch = self.reduction, bool(shares.mine)
-        if reduction is None:
-            return carry_out
-        return lambda given: reduction.run(carry_out, given, has_batch)
-
 
 def _agree_on_layers(
     groups: ReplicaGroups,
@@ -221,11 +205,8 @@ def _agree_on_layers(
     report = [parts.plan.schedule.num_microbatches, mine]
     reports = communicator.exchange(report, "comparing the replicas")
     held = [[HeldLayer(*one) for one in layers] for _, layers in reports]
-    try:
+    with communicator.closing_on_failure():
         check_equal(held, groups)
-    except MismatchError:
-        communicator.close()
-        raise
     return held, [count for count, _ in reports]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.errors import ConfigError, MismatchError
+from elche.errors import ConfigError
 from elche.pipeline.checkpoints.named_states import only_optimizer
-from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.peers.communicator import PipelineCommunicator, common
 from elche.pipeline.step.inputs import number_of, scale_of
 
 
@@ -37,16 +37,13 @@ def clip_norm(
     max_norm: Any,
     communicator: PipelineCommunicator,
 ) -> float:
-    """Scales this rank's gradients to a norm over all ranks of at most `max_norm`.
+    """Implements `Pipeline.clip_grad_norm_`, which all ranks call together.
 
     Args:
         parameters: parameters of this rank.
         copies: ids of shared parameters that another rank counts.
         max_norm: maximum 2-norm.
-        communicator: connections to all ranks, which call this together.
-
-    Returns:
-        The norm before clipping, on every rank.
+        communicator: connections to all ranks.
 
     Raises:
         ConfigError: max_norm is not a number of at least 0, here or on another rank;
@@ -67,7 +64,7 @@ def clip_norm(
         return [most, sum(norm**2 for norm in norms)]
 
     reports = communicator.agree(measure, "clip_grad_norm_")
-    most = _common([one for one, _ in reports], "max_norm")
+    most = common([one for one, _ in reports], "max_norm")
     norm = math.sqrt(math.fsum(squares for _, squares in reports))
     scale = most / (norm + 1e-6)
     if not scale >= 1.0:  # as in torch, a NaN norm makes all gradients NaN
@@ -83,13 +80,13 @@ def unscale(
     optimizer: torch.optim.Optimizer | None,
     communicator: PipelineCommunicator,
 ) -> bool:
-    """Divides this rank's gradients; returns whether those of all ranks are finite.
+    """Implements `Pipeline.unscale_`, which all ranks call together.
 
     Args:
         parameters: parameters of this rank.
         loss_scale: a number, or a scaler, which then divides the gradients itself.
         optimizer: optimizer that the scaler steps.
-        communicator: connections to all ranks, which call this together.
+        communicator: connections to all ranks.
 
     Raises:
         ConfigError: loss_scale is not above 0 and finite, here or on another rank;
@@ -100,7 +97,7 @@ def unscale(
         given = only_optimizer(optimizer)
         return _unscale_by(loss_scale, given, parameters, communicator)
     reports = communicator.agree(lambda: scale_of(loss_scale), "unscale_")
-    scale, finite = _common(reports, "loss_scale"), True
+    scale, finite = common(reports, "loss_scale"), True
     for one in parameters:
         if one.grad is not None:
             one.grad.div_(scale)
@@ -126,7 +123,7 @@ def _unscale_by(
     gradients = [one.grad for one in parameters if one.grad is not None]
     mine = all(bool(one.isfinite().all()) for one in gradients)
     reports = communicator.agree(lambda: [scaler.get_scale(), mine], "unscale_")
-    _common([scale for scale, _ in reports], "loss_scale")
+    common([scale for scale, _ in reports], "loss_scale")
     finite = all(one for _, one in reports)
     if not finite and mine and gradients:
         gradients[0].fill_(math.inf)
@@ -134,9 +131,3 @@ def _unscale_by(
         scaler.scale(torch.zeros((), device=first.device))  # initialises the scaler
     scaler.unscale_(optimizer)
     return finite
-
-
-def _common(reports: list[float], name: str) -> float:
-    if len(set(reports)) > 1:
-        raise MismatchError(f"expected one {name} on all ranks, got {reports} by rank")
-    return reports[0]

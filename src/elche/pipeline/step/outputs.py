@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
-from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.step.executor import StepResults
-from elche.pipeline.trees import flatten, unflatten
 
 OutputRanks: TypeAlias = int | Literal["last", "all"]
-_WHAT = "the outputs of the last stage"
 
 
 @dataclass(frozen=True)
@@ -70,44 +65,6 @@ def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
         raise ConfigError(f"the batch has {total} samples, but the target {labelled}")
     each, rest = divmod(total, count)
     return [each + (index < rest) for index in range(count)]
-
-
-def send_outputs(
-    outputs: Any,
-    wanted: OutputRanks,
-    members: Sequence[int],
-    last: int,
-    peers: StagePeers | None,
-    timeout_s: float,
-) -> Any:
-    """Sends a pipeline's outputs from its last stage's rank; call it on all its ranks.
-
-    Args:
-        outputs: the outputs, on the last stage's rank.
-        wanted: ranks that receive the outputs.
-        members: the pipeline's ranks.
-        last: rank of the last stage.
-        peers: connections to the other ranks.
-        timeout_s: deadline (s) of each message.
-
-    Returns:
-        The outputs on the receiving ranks (there on the CPU), else None.
-    """
-    if wanted == "last" or peers is None:
-        return outputs
-    to = list(members) if wanted == "all" else [int(wanted)]
-    if peers.rank == last:
-        tensors, structure = flatten(outputs, _WHAT)
-        message = Message(tuple(tensors), structure)
-        for rank in to:
-            if rank != last:
-                peers.send(rank, message, timeout_s, _WHAT)
-        peers.transport.flush(timeout_s)
-        return outputs if last in to else None
-    if peers.rank not in to:
-        return None
-    message = peers.receive(last, timeout_s, _WHAT)
-    return unflatten(message.structure, message.tensors)
 
 
 def joined_gradients(results: StepResults) -> tuple[torch.Tensor | None, ...]:

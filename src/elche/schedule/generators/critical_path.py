@@ -8,7 +8,7 @@ was ready before the earlier one began.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from elche.errors import ConfigError
 from elche.schedule.codes import B, F, I, Rows, W
@@ -17,20 +17,13 @@ from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 _TOLERANCE = 1e-9
 
 
-def improve(
-    rows: Rows,
-    table: CostTable,
-    count: int,
-    limits: Sequence[float],
-    evaluations: int,
-) -> Rows:
+def improve(rows: Rows, table: CostTable, count: int, evaluations: int) -> Rows:
     """Swaps neighbouring actions while that shortens the makespan.
 
     Args:
         rows: codes of each rank; not modified.
-        table: the costs.
+        table: the costs, whose memory limits are respected.
         count: number of microbatches.
-        limits: memory limit of each rank, respected.
         evaluations: most schedules to try.
     """
     rows = [list(row) for row in rows]
@@ -45,7 +38,7 @@ def improve(
             row = rows[rank]
             row[position - 1 : position + 1] = row[position], row[position - 1]
             (held,) = peaks([row], table, count)
-            if held <= limits[rank] + _TOLERANCE:
+            if held <= table.limits[rank] + _TOLERANCE:
                 evaluations -= 1
                 try:
                     tried = run_rows(rows, table, count)

@@ -51,21 +51,15 @@ class Rule:
     merged: frozenset[int] = frozenset()
 
 
-class ListScheduler:
-    """Builds one schedule; call `list_schedule` or `place_weights` instead.
-
-    Args:
-        table: the costs.
-        count: number of microbatches.
-        limits: memory limit of each rank; at least one microbatch of its stages.
-        rule: preferences of a free rank.
-    """
+class _ListScheduler:
+    """A schedule under construction; see `list_schedule`."""
 
     def __init__(
         self, table: CostTable, count: int, limits: Sequence[float], rule: Rule
     ) -> None:
         stages = table.num_stages
         self.table, self.count, self.rule = table, count, rule
+        self.limits = limits
         self.rows: Rows = [[] for _ in range(table.num_ranks)]
         self.held = [0.0] * table.num_ranks
         self.weights: list[deque[int]] = [deque() for _ in self.rows]
@@ -86,18 +80,12 @@ class ListScheduler:
                 room += table.releases[stage * 8 + F]
 
     def run(self, choose: Choice, most: float = math.inf) -> Rows:
-        """Runs all ranks until no action is left.
-
-        Args:
-            choose: chooses the next action of a rank.
-            most: known makespan to beat.
-
-        Returns:
-            Codes of each rank; empty if the schedule would take `most` or longer.
-        """
+        """Runs all ranks until no action is left, or the step takes `most`."""
         heap = [(0.0, rank) for rank in range(len(self.rows))]
         wake_at = [0.0] * len(heap)
-        execute = self._executor(heap, wake_at, self._slack(most))
+        most *= 1 - _TOLERANCE
+        slack = [most - self.count * work for work in self.table.work]
+        execute = self._executor(heap, wake_at, slack)
         weights, count, durations = self.weights, self.count, self.table.durations
         patience = self.rule.patience
         while heap:
@@ -124,7 +112,13 @@ class ListScheduler:
     def _executor(
         self, heap: list[tuple[float, int]], wake_at: list[float], slack: list[float]
     ) -> Callable[[int, int], bool]:
-        """Runs a code on the rank on top of the heap; False if it waits too long."""
+        """Runs a code on the rank on top of the heap; False if it waits too long.
+
+        Args:
+            heap: next time of each rank.
+            wake_at: valid times in the heap.
+            slack: time that each rank may wait and still beat the known makespan.
+        """
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
         durations, releases = self.table.durations, self.table.releases
         forward_at, backward_at = self.forward_at, self.backward_at
@@ -219,7 +213,7 @@ class ListScheduler:
 
         return choose
 
-    def in_order(self, orders: Rows, limits: Sequence[float]) -> Choice:
+    def in_order(self, orders: Rows) -> Choice:
         """Returns a choice that follows each rank's order."""
         count, held, weights = self.count, self.held, self.weights
         forward_at, backward_at = self.forward_at, self.backward_at
@@ -227,7 +221,7 @@ class ListScheduler:
         heads = [[code for code in row if code & 7 != W] for row in orders]
         lengths = [len(head) for head in heads]
         positions = [0] * len(heads)
-        limit = [each + _TOLERANCE for each in limits]
+        limit = [each + _TOLERANCE for each in self.limits]
 
         def choose(rank: int, now: float) -> tuple[int, float, bool]:
             position = positions[rank]
@@ -249,55 +243,33 @@ class ListScheduler:
 
         return choose
 
-    def _slack(self, most: float) -> list[float]:
-        """Time that each rank may wait and still finish before `most`."""
-        most *= 1 - _TOLERANCE
-        return [most - self.count * work for work in self.table.work]
-
 
 def list_schedule(
     table: CostTable,
     count: int,
-    limits: Sequence[float],
-    rule: Rule,
+    rule: Rule | None = None,
     most: float = math.inf,
+    orders: Rows | None = None,
+    limits: Sequence[float] | None = None,
 ) -> Rows:
-    """Builds a schedule of all actions by a rule.
+    """Builds a schedule of all actions by a rule, or in a given order.
+
+    In a given order of F, I and B only W is placed: in long enough waits, and before a
+    forward that needs its memory. An order that needs more memory exceeds the limits.
 
     Args:
         table: the costs.
         count: number of microbatches.
-        limits: memory limit of each rank; at least one microbatch of its stages.
-        rule: preferences of a free rank.
+        rule: preferences of a free rank; None for the defaults.
         most: known makespan to beat.
+        orders: codes of each rank, whose W are ignored; None orders by the rule.
+        limits: memory limit of each rank, at least one microbatch of its stages; None
+            for those of the costs.
 
     Returns:
         Codes of each rank; empty if the schedule would take `most` or longer.
     """
-    scheduler = ListScheduler(table, count, limits, rule)
-    return scheduler.run(scheduler.by_rule(), most)
-
-
-def place_weights(
-    orders: Rows,
-    table: CostTable,
-    count: int,
-    limits: Sequence[float],
-    most: float = math.inf,
-) -> Rows:
-    """Keeps each rank's order of F, I and B, and moves every W to its best place.
-
-    W runs in long enough waits, and before a forward that needs its memory.
-
-    Args:
-        orders: codes of each rank; their W are ignored.
-        table: the costs.
-        count: number of microbatches.
-        limits: memory limit of each rank. An order that needs more exceeds it.
-        most: known makespan to beat.
-
-    Returns:
-        Codes of each rank; empty if the schedule would take `most` or longer.
-    """
-    scheduler = ListScheduler(table, count, limits, Rule())
-    return scheduler.run(scheduler.in_order(orders, limits), most)
+    limits = table.limits if limits is None else limits
+    scheduler = _ListScheduler(table, count, limits, rule or Rule())
+    choice = scheduler.by_rule() if orders is None else scheduler.in_order(orders)
+    return scheduler.run(choice, most)

@@ -14,14 +14,14 @@ from typing import final
 
 from elche.errors import ConfigError
 from elche.schedule.generators.schedules import placement_for
-from elche.schedule.planning.partition import Partition, link_bound
+from elche.schedule.planning.partition import Partition
 from elche.schedule.planning.partition_search import (
     NEVER,
     Evaluator,
     Measure,
     descend,
     fits,
-    loads_of,
+    least_s,
 )
 
 ALL_PARTITIONS = 3_000  # most partitions that are tried exhaustively
@@ -66,7 +66,7 @@ class NamedSearch:
             self._try(each)
         if self._num_all <= ALL_PARTITIONS:
             bounded = sorted(
-                ((self._bound_s(each), each) for each in self._all()),
+                ((least_s(self._table, each), each) for each in self._all()),
                 key=lambda pair: pair[0],
             )
             for bound_s, each in bounded:
@@ -84,8 +84,8 @@ class NamedSearch:
     def _measure(self, until: int, partition: Partition, _: Measure) -> Measure | None:
         if self._evaluator.actions >= until:
             return None
-        is_able = fits(self._table, partition)
-        if not is_able or self._is_beaten(self._bound_s(partition)):
+        table = self._table
+        if not fits(table, partition) or self._is_beaten(least_s(table, partition)):
             return NEVER
         return self._try(partition)
 
@@ -107,23 +107,17 @@ class NamedSearch:
         lack, step_s = self.least
         return lack == 0 and bound_s >= step_s * (1 - _TOLERANCE)
 
-    def _bound_s(self, partition: Partition) -> float:
-        busiest = max(loads_of(self._table, partition).values())
-        return max(busiest, link_bound(self._table, partition))
-
     def _all(self) -> Iterator[Partition]:
         layers = len(self._table.profile.layers)
         devices = range(len(self._table.profile.devices))
         for count, placement in self._placements.items():
-            cuts = list(combinations(range(1, layers), len(placement) - 1))
-            sizes = [_sizes((0, *each, layers)) for each in cuts]
+            sizes = [
+                tuple(end - begin for begin, end in pairwise((0, *cuts, layers)))
+                for cuts in combinations(range(1, layers), len(placement) - 1)
+            ]
             for order in permutations(devices, count):
                 held = tuple(order[rank] for rank in placement)
                 for each in sizes:
                     partition = Partition(held, each)
                     if fits(self._table, partition):
                         yield partition
-
-
-def _sizes(bounds: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(end - begin for begin, end in pairwise(bounds))

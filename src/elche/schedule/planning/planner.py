@@ -30,7 +30,6 @@ from elche.schedule.planning.device_orders import device_orders
 from elche.schedule.planning.named_search import NamedSearch
 from elche.schedule.planning.partition import (
     Partition,
-    Places,
     ProfileTable,
     best_partition,
     costs_of,
@@ -200,8 +199,7 @@ class _PlanSearch:
             for held in self._rooms(len(order), stages):
                 for empty in may_be_empty:
                     if empty or len(devices) <= len(self.profile.layers):
-                        places = Places(devices=devices, held=held, may_be_empty=empty)
-                        partition = best_partition(self.table, places)
+                        partition = best_partition(self.table, devices, held, empty)
                         if partition is not None:
                             found[partition] = None
         self.exact.update(found)
@@ -305,7 +303,7 @@ class _PlanSearch:
             costs=costs,
             timing=timing,
             step_s=max(timing.makespan, link_bound(self.table, partition)),
-            state_bytes=tuple(self.table.state_bytes(partition)),
+            state_bytes=tuple(self.table.held_bytes(self.table.state, partition)),
         )
         return replace(found, missing_bytes=max(0.0, *self._lacks(found)))
 

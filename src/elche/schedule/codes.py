@@ -57,13 +57,7 @@ def decode(
 
 
 def spread(rows: Rows, order: Sequence[int], num_ranks: int) -> Rows:
-    """Maps renumbered ranks back to their old numbers; other ranks get no actions.
-
-    Args:
-        rows: codes of each renumbered rank.
-        order: old number of each renumbered rank.
-        num_ranks: number of ranks in the old numbering.
-    """
+    """Gives renumbered ranks their old numbers, `order`; other ranks get no actions."""
     result: Rows = [[] for _ in range(num_ranks)]
     for row, rank in zip(rows, order, strict=True):
         result[rank] = row

@@ -78,9 +78,6 @@ def check_deadlock_free(schedule: Schedule) -> None:
     Its actions form a graph, with each send and its receive as one node, which waits
     for the actions before both. The schedule completes if the graph has no circle.
 
-    Args:
-        schedule: schedule with sends and receives.
-
     Raises:
         ConfigError: messages are missing, or ranks deadlock; the message lists the
             actions of a circle.

@@ -189,8 +189,7 @@ class PipelineCommunicator:
             wait: description of the wait for other ranks, if not `what`.
 
         Raises:
-            ConfigError: another rank failed; errors of this rank's `make` are raised as
-                they are.
+            ConfigError: as in `gather`.
             MismatchError: another rank calls another method.
         """
         made, raised, error = None, None, ""
@@ -210,9 +209,7 @@ class PipelineCommunicator:
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
         """Builds on every rank, and raises on all if one fails, or they differ.
 
-        Args:
-            build: builds this rank's part.
-            groups: the replicas; each may run its own schedule.
+        Each replica may run its own schedule.
 
         Raises:
             ConfigError: a rank cannot build its stages.
@@ -244,13 +241,9 @@ class PipelineCommunicator:
     ) -> tuple[StepResults, list[list[float]], bool]:
         """Carries out a step, after which every rank knows that all ranks succeeded.
 
-        Args:
-            carry_out: carries out this rank's part.
-            wants_cut: called after `carry_out`.
-
         Returns:
             This rank's results, each rank's microbatch losses, and rank 0's result of
-            `wants_cut`.
+            `wants_cut`, which is called after `carry_out`.
 
         Raises:
             RemoteRankError: another rank failed; errors of this rank are raised as they

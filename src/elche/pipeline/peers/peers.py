@@ -187,12 +187,7 @@ class StagePeers:
             StagePeers.join(placement, _DECLINE_S).fail(error)
 
     def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
-        """Sends a value to all ranks, and returns all ranks' values in rank order.
-
-        Args:
-            value: a value that msgpack can write.
-            timeout_s: deadline (s).
-            what: description for errors.
+        """Sends a value for msgpack to all ranks, and returns those of all, in order.
 
         Raises:
             DeadlineError: a rank was late.
@@ -251,9 +246,6 @@ class StagePeers:
 
         Returns:
             The groups that contain this rank, by ranks. They close with the pipeline.
-
-        Raises:
-            CommunicationError: a group's ranks did not connect.
         """
         groups = {}
         # In the same order on all ranks: forming waits for all ranks of a group.
@@ -275,12 +267,7 @@ class StagePeers:
     ) -> None:
         """Sends step tensors from device to device if all ranks support it.
 
-        Call it on every rank.
-
-        Args:
-            device: this rank's device.
-            partners: ranks that share a pipeline edge with this rank.
-            timeout_s: deadline (s) of forming the device group.
+        Call it on every rank, with the ranks that share a pipeline edge with it.
 
         Raises:
             CommunicationError: the ranks did not connect.
@@ -318,9 +305,7 @@ class StagePeers:
             timeout_s: deadline (s).
 
         Raises:
-            DeadlineError: the collective is late; the message names the late ranks.
-            CommunicationError: a connection has failed.
-            RemoteRankError: the run has ended.
+            As `Waits.until`, whose message names the late ranks.
         """
 
         def look() -> bool:

@@ -49,12 +49,7 @@ class ReplicaGroups:
     def without_lost(
         self, schedule: Schedule, kept: Sequence[int]
     ) -> tuple[ReplicaGroups, Schedule]:
-        """Groups and this replica's placed schedule, with the ranks numbered anew.
-
-        Args:
-            schedule: the schedule, see `placed`.
-            kept: former numbers of the ranks that are left.
-        """
+        """Groups and this replica's `placed` schedule, with ranks numbered anew."""
         number = {rank: new for new, rank in enumerate(kept)}
         groups = (members for members in self.ranks if members[0] in number)
         ranks = tuple(tuple(number[rank] for rank in members) for members in groups)

@@ -59,10 +59,6 @@ class Unit:
 def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> None:
     """Raises unless all replicas hold the same layers.
 
-    Args:
-        held: layers of each rank.
-        groups: the replicas.
-
     Raises:
         MismatchError: replicas differ, the message names where. The same on every rank.
     """
@@ -89,11 +85,7 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
 
 
 def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[Unit]:
-    """Groups trainable parameters into units; the same on every rank.
-
-    Args:
-        held: layers of each rank.
-        role: role of the parameters, if other than trainable.
+    """Groups parameters of a role into units; the same on every rank.
 
     Returns:
         Units sorted by ranks, then by when they are complete on the first of these

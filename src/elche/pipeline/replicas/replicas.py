@@ -51,16 +51,15 @@ def agree_on_groups(
         ConfigError: see `group_ranks`; on every rank.
         MismatchError: ranks have specified different replicas; on every rank.
     """
-    made: list[ReplicaGroups] = []
 
     def ranks() -> list[list[int]]:
-        made.append(group_ranks(replicas, placement.rank, placement.world_size))
-        return [list(members) for members in made[0].ranks]
+        made = group_ranks(replicas, placement.rank, placement.world_size)
+        return [list(members) for members in made.ranks]
 
     with communicator.closing_on_failure():
         reports = communicator.agree(ranks, "sharing out the ranks among replicas")
-        common(reports, "assignment of ranks to replicas")
-    return made[0]
+        found = common(reports, "assignment of ranks to replicas")
+    return ReplicaGroups(tuple(map(tuple, found)), placement.rank)
 
 
 @final
@@ -92,15 +91,8 @@ class Replicas:
     ) -> Replicas:
         """Makes parameters that several ranks hold equal, and connects these ranks.
 
-        Call it on all ranks. Copies the first replica's values.
-
-        Args:
-            groups: ranks of each replica.
-            parts: this rank's stages and plan.
-            communicator: connections to all ranks.
-            timeout_s: deadline (s) of each wait.
-            are_equal: whether they are equal, or will be at the end of a call that some
-                ranks have ended already.
+        Call it on all ranks. Copies the first replica's values, unless they are equal
+        already, or will be at the end of a call that some ranks have ended.
 
         Raises:
             MismatchError: replicas have different models; on every rank.

@@ -39,16 +39,12 @@ def clip_norm(
 ) -> float:
     """Implements `Pipeline.clip_grad_norm_`, which all ranks call together.
 
-    Args:
-        parameters: parameters of this rank.
-        copies: ids of shared parameters that another rank counts.
-        max_norm: maximum 2-norm.
-        communicator: connections to all ranks.
+    `copies` are ids of shared parameters that another rank counts. After an error
+    nothing has changed.
 
     Raises:
-        ConfigError: max_norm is not a number of at least 0, here or on another rank;
-            nothing has changed.
-        MismatchError: ranks pass different values; nothing has changed.
+        ConfigError: max_norm is not a number of at least 0, here or on another rank.
+        MismatchError: ranks pass different values.
     """
     mine = [one for one in parameters if one.grad is not None]
 
@@ -82,16 +78,11 @@ def unscale(
 ) -> bool:
     """Implements `Pipeline.unscale_`, which all ranks call together.
 
-    Args:
-        parameters: parameters of this rank.
-        loss_scale: a number, or a scaler, which then divides the gradients itself.
-        optimizer: optimizer that the scaler steps.
-        communicator: connections to all ranks.
+    After an error nothing has changed.
 
     Raises:
-        ConfigError: loss_scale is not above 0 and finite, here or on another rank;
-            nothing has changed.
-        MismatchError: ranks pass different scales; nothing has changed.
+        ConfigError: loss_scale is not above 0 and finite, here or on another rank.
+        MismatchError: ranks pass different scales.
     """
     if isinstance(loss_scale, torch.amp.GradScaler):
         given = only_optimizer(optimizer)

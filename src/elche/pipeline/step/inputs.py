@@ -31,16 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The script's call of `step` or `evaluate`.
+    """The script's call of `step`, `evaluate` or `generate`.
+
+    Has the arguments of `elche.pipeline.Pipeline.step`.
 
     Attributes:
         what: name of the method.
-        batch: see `elche.pipeline.Pipeline.step`.
-        target: see there.
-        keywords: see there.
-        loss_scale: see there.
-        input_gradients: see there.
-        outputs: see there; None returns none.
         make_batch: makes the batch on the rank that reads it; an error is reported to
             the other ranks.
     """
@@ -120,12 +116,7 @@ def read_call(
 ) -> tuple[InputReport, Given]:
     """Reads the part of a call that this rank needs.
 
-    Args:
-        call: the script's call.
-        parts: this rank's stages and plan.
-        cutter: cuts and weighs the microbatches.
-        groups: the replicas; others may have a batch where this one has none.
-        compares: whether to report the batch's fingerprint.
+    Other replicas may have a batch where this one has none.
 
     Returns:
         The report for the other ranks, and the values on this rank's device.
@@ -250,9 +241,9 @@ def check_reports(
         The model's arguments that the batches leave out.
 
     Raises:
-        ConfigError: no layer accepts a keyword where it was
-            given; a rank whose layers name a keyword was not given it; or outputs are
-            requested on a rank that does not exist.
+        ConfigError: no layer accepts a keyword where it was given; a rank whose layers
+            name a keyword was not given it; or outputs are requested on a rank that
+            does not exist.
         MismatchError: ranks have different loss scales, request outputs elsewhere, or
             leave out other arguments.
     """

@@ -49,11 +49,6 @@ logger = logging.getLogger(__name__)
 class Stepping:
     """Runs the steps of a pipeline on this rank.
 
-    Args:
-        communicator: connections to all ranks.
-        groups: the replicas.
-        parts: this rank's stages and plan.
-
     Attributes:
         communicator: connections to all ranks.
         groups: the replicas.
@@ -143,14 +138,15 @@ class Stepping:
             input_gradients=call.input_gradients,
             keeps_outputs=call.outputs is not None,
         )
-        train, reduction = self.parts.executor.train, self.replicas.reduction
+        # Those of the step's begin: a replica may be lost in its last exchange.
+        replicas, train = self.replicas, self.parts.executor.train
         outputs: list[Any] = []
 
         def carry_out() -> StepResults:
-            if reduction is None:
+            if replicas.reduction is None:
                 results = train(asked)
             else:
-                results = reduction.run(train, asked, bool(shares.mine))
+                results = replicas.reduction.run(train, asked, bool(shares.mine))
             outputs.append(self._outputs(results, shares, call.outputs))
             return results
 
@@ -160,7 +156,7 @@ class Stepping:
         )
         self.steps += 1
         self.passes.step_done(wants_cut=wants_cut)
-        losses = self.replicas.losses(gathered)
+        losses = replicas.losses(gathered)
         loss = shares.loss(losses)
         assert loss is not None, "there is a target"
         return StepOutput(

@@ -193,12 +193,14 @@ class _Search:
         """Offers unpublished schedules, one after another."""
         ranks = self.table.num_ranks
         for rule in (Rule(), Rule(patience=0.5)):
-            yield self._list(rule)
+            self._list(rule)
+            yield
         if self.costs.placement == v_placement(ranks):
             for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
-                yield self._place("v block", block_rows(ranks, self.count, steps))
+                self._place("v block", block_rows(ranks, self.count, steps))
+                yield
         if self.rows:
-            yield self._place(self.name, self.rows)
+            self._place(self.name, self.rows)
 
     def _merge(self) -> None:
         """Tries B in place of I and W on stages with a cheaper B."""

@@ -40,15 +40,9 @@ def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
 def looped_rows(name: str, num_ranks: int, chunks: int, count: int) -> Rows:
     """Codes of 1F1B or of a schedule derived from it.
 
-    Args:
-        name: schedule's name, one of `ONE_STAGE` or `LOOPED`.
-        num_ranks: number of ranks.
-        chunks: stages per rank.
-        count: microbatches; for interleaved schedules a multiple of the number of
-            rounds, max(1, count // p).
-
     Raises:
-        ConfigError: the microbatches do not divide into rounds.
+        ConfigError: the microbatches of an interleaved schedule do not divide into its
+            max(1, count // p) rounds.
     """
     rounds = max(1, count // num_ranks) if name in LOOPED else 1
     if count % rounds:
@@ -88,7 +82,7 @@ def _row(
         forwards: stage times `count` plus microbatch of each F, in order.
         backwards: likewise of each I or B.
         warmup: number of forwards before the first backward.
-        delay: number of backwards by which W follows I; None does not split.
+        delay: see the module.
         fills_waits: whether one W runs between any two I after the last forward, where
             a rank waits for each I.
     """

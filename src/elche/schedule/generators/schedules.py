@@ -113,13 +113,7 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
 def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
     """Codes of a published schedule: its version of least makespan.
 
-    Args:
-        name: schedule's name, one of `FIXED_SCHEDULES`.
-        table: table of renumbered costs.
-        count: number of microbatches.
-
-    Raises:
-        ConfigError: unsupported number of microbatches.
+    Args as in `fixed_orders`, which raises the same.
     """
     versions = [
         rows if held is None else list_schedule(table, count, orders=rows, limits=held)
@@ -139,12 +133,7 @@ def fixed_orders(
     """The versions of a published schedule, of which the shortest is used.
 
     Each comes with None, or with the memory limit of each rank for `list_schedule`,
-    which moves every W into gaps; zb-v has both versions.
-
-    Args:
-        name: schedule's name, one of `FIXED_SCHEDULES`.
-        table: table of renumbered costs.
-        count: number of microbatches.
+    which moves every W into gaps; zb-v has both versions. The costs are renumbered.
 
     Raises:
         ConfigError: unsupported number of microbatches.

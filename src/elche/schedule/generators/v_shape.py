@@ -21,17 +21,14 @@ _SLOTS = 6
 def zb_v_rows(num_ranks: int, count: int) -> Rows:
     """ZB-V: at most p microbatches on every rank, no bubble in the middle."""
     last = 2 * num_ranks - 1
-    rows = []
-    for rank in range(num_ranks):
-        pattern = _zb_v_pattern(num_ranks, rank, max(2 * num_ranks - 1, count))
-        rows.append(
-            [
-                ((rank if chunk == 0 else last - rank) * count + each) * 8 + kind
-                for chunk, kind, each in pattern
-                if each < count
-            ]
-        )
-    return rows
+    return [
+        [
+            ((rank, last - rank)[chunk] * count + each) * 8 + kind
+            for chunk, kind, each in _zb_v_pattern(num_ranks, rank, max(last, count))
+            if each < count
+        ]
+        for rank in range(num_ranks)
+    ]
 
 
 def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int, int]]:

@@ -22,9 +22,7 @@ _SWAPPED_WORK = 64 * 8 * 8 * 48  # orders, devices squared, layers
 def device_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
     """Orders of the devices, sorted by their least sum-bound.
 
-    Args:
-        table: sums over the profile of model and devices.
-        held: number of microbatches whose activations must fit on each device.
+    Each device must hold the activations of `held` microbatches.
     """
     orders = list(islice(_different_orders(_classes(table)), ALL_ORDERS + 1))
     if len(orders) > ALL_ORDERS:

@@ -13,7 +13,7 @@ them. It costs O(k L^2 + k^2 L) for L layers and k places.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -102,13 +102,7 @@ class ProfileTable:
         return self.count * (forward + min(whole, inputs + weights))
 
     def message_s(self, boundary: int, one: int, other: int) -> tuple[float, float]:
-        """Time of a message, and the time for which it occupies the link.
-
-        Args:
-            boundary: index of the layer that receives the message.
-            one: index of the sending device.
-            other: index of the receiving device.
-        """
+        """Time of a message to layer `boundary`, and for which it occupies the link."""
         if one == other:
             return 0.0, 0.0
         link = self.profile.link_between(one, other)
@@ -116,7 +110,7 @@ class ProfileTable:
         return link.latency_s + transfer, transfer
 
     def busy_s(self, boundary: int, device: int, other: int) -> float:
-        """Time for which a message keeps `device` busy; arguments as above."""
+        """Time for which a message keeps `device` busy."""
         if device == other:
             return 0.0
         one = self.profile.devices[device]
@@ -181,18 +175,46 @@ def sum_bound(table: ProfileTable, partition: Partition) -> float:
     A lower bound of the makespan if each device has one stage. With several stages on a
     device each stage counts separately.
     """
-    bounds, devices = partition.boundaries, partition.devices
-    reached = most = 0.0
-    for stage, device in enumerate(devices):
-        begin, end = bounds[stage], bounds[stage + 1]
-        if stage:
-            message, transfer = table.message_s(begin, devices[stage - 1], device)
-            most = max(most, reached + table.count * transfer)
-            reached += message
-        most = max(most, reached + table.work(device, begin, end))
-        forward = table.times[device][0]
-        reached += forward[end] - forward[begin]
+    bounds, most = partition.boundaries, 0.0
+    for stage, (left, transfer, arrived) in enumerate(
+        _first_microbatch(table, partition)
+    ):
+        work = table.work(partition.devices[stage], bounds[stage], bounds[stage + 1])
+        most = max(most, left + table.count * transfer, arrived + work)
     return most
+
+
+def link_bound(table: ProfileTable, partition: Partition) -> float:
+    """Seconds until the busiest link has carried a step's messages of one direction.
+
+    `timing` lets messages overlap each other, so no step is shorter than this. Includes
+    the time until the first microbatch's forward reaches the link.
+    """
+    devices, ends = partition.devices, dict[frozenset[int], float]()
+    for stage, (left, transfer, _) in enumerate(_first_microbatch(table, partition)):
+        pair = frozenset(devices[max(stage - 1, 0) : stage + 1])
+        ends[pair] = ends.get(pair, left) + table.count * transfer
+    return max(ends.values())
+
+
+def _first_microbatch(
+    table: ProfileTable, partition: Partition
+) -> Iterator[tuple[float, float, float]]:
+    """The first forward's times at each stage.
+
+    When it reaches the link before the stage, for how long a message occupies that
+    link, and when it arrives at the stage.
+    """
+    bounds, devices, reached = partition.boundaries, partition.devices, 0.0
+    for stage, device in enumerate(devices):
+        left, transfer = reached, 0.0
+        if stage:
+            one = devices[stage - 1]
+            message, transfer = table.message_s(bounds[stage], one, device)
+            reached += message
+        yield left, transfer, reached
+        forward = table.times[device][0]
+        reached += forward[bounds[stage + 1]] - forward[bounds[stage]]
 
 
 def _continuations(
@@ -261,10 +283,6 @@ def _sums(values: Iterable[float]) -> list[float]:
 def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
     """Costs of a partition's stages, in seconds and bytes.
 
-    Args:
-        table: sums over the profile of model and devices.
-        partition: partition of the layers; its ranks become those of the costs.
-
     Raises:
         ConfigError: a device's memory is too small for its parameters and their state.
     """
@@ -311,23 +329,3 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
         links=tuple(links),
         memory=tuple(limits),
     )
-
-
-def link_bound(table: ProfileTable, partition: Partition) -> float:
-    """Seconds until the busiest link has carried a step's messages of one direction.
-
-    `timing` lets messages overlap each other, so no step is shorter than this. Includes
-    the time until the first microbatch's forward reaches the link.
-    """
-    bounds, devices = partition.boundaries, partition.devices
-    ends: dict[tuple[int, int], float] = {}
-    reached = 0.0
-    for stage in range(1, len(devices)):
-        one, other = devices[stage - 1], devices[stage]
-        forward = table.times[one][0]
-        reached += forward[bounds[stage]] - forward[bounds[stage - 1]]
-        message, transfer = table.message_s(bounds[stage], one, other)
-        key = min(one, other), max(one, other)
-        ends[key] = ends.get(key, reached) + table.count * transfer
-        reached += message
-    return max(ends.values(), default=0.0)

@@ -54,10 +54,6 @@ class Evaluator:
     def measure(self, name: str, partition: Partition) -> tuple[float, float]:
         """Missing bytes of the worst rank, and the step time, of a published schedule.
 
-        Args:
-            name: the schedule's name.
-            partition: partition in the schedule's placement.
-
         Raises:
             ConfigError: the schedule is not defined for this number of microbatches.
         """
@@ -135,9 +131,6 @@ def descend(
         least: measure of `start`.
         measure: measures a partition, given the least measure so far; returns None
             when the budget is spent.
-
-    Returns:
-        A partition at least as good as `start`.
     """
     best, improved = start, True
     while improved:
@@ -153,13 +146,7 @@ def descend(
 
 
 def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
-    """Descends by the simulated step time.
-
-    Args:
-        evaluator: times partitions.
-        start: a partition that fits.
-        actions: approximate budget of timed actions.
-    """
+    """Descends by the simulated step time, with a budget of about `actions`."""
     limit = evaluator.actions + actions
 
     def measure(moved: Partition, _: Measure) -> Measure | None:
@@ -206,9 +193,6 @@ def balanced(table: ProfileTable, start: Partition) -> Partition:
 
     For several stages per device, where the exact partition balances stages instead of
     devices.
-
-    Returns:
-        A partition that fits, in the placement of `start`.
     """
 
     def measure(moved: Partition, _: Measure) -> Measure:

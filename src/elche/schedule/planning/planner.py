@@ -19,9 +19,9 @@ from itertools import chain, islice, pairwise, zip_longest
 
 from elche.errors import ConfigError
 from elche.schedule.generators.auto import auto_schedule
+from elche.schedule.generators.looped import LOOPED
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
-    LOOPED,
     V_SHAPED,
     make_schedule,
     placement_for,

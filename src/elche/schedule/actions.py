@@ -14,7 +14,7 @@ from elche.errors import ConfigError
 
 
 class Kind(str, Enum):
-    """Kind of an action.
+    """Kind of an action; the order gives the numbers of `codes`.
 
     ``SEND_F`` and ``SEND_B`` name the sending stage (for its output, or the gradient of
     its input), ``RECV_F`` and ``RECV_B`` the receiving stage.

@@ -13,16 +13,7 @@ from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, StageAction
 
 F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B = range(8)  # noqa: E741 - usual letters
-KINDS = (
-    Kind.FORWARD,
-    Kind.FULL_BACKWARD,
-    Kind.BACKWARD_INPUT,
-    Kind.BACKWARD_WEIGHT,
-    Kind.SEND_F,
-    Kind.RECV_F,
-    Kind.SEND_B,
-    Kind.RECV_B,
-)
+KINDS = tuple(Kind)
 CODE_OF = {kind: code for code, kind in enumerate(KINDS)}
 
 Rows = list[list[int]]

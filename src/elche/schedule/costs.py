@@ -172,11 +172,8 @@ def equal_costs(
 ) -> PipelineCosts:
     """Costs of equal ranks, with the work divided evenly among the stages.
 
-    Args:
-        times: times of one rank; with v stages per rank each stage takes 1/v of them.
-        placement: the rank of each stage.
-        num_ranks: number of ranks.
-        memory: memory units per rank, None without a limit.
+    With v stages per rank each stage takes 1/v of the rank's times. None sets no limit
+    on the memory units of a rank.
     """
     share = num_ranks / len(placement) if placement else 1.0
     stage = StageCost(

@@ -36,14 +36,8 @@ def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -
 
     An action is its letter and its microbatch, if they fit, then dashes up to its
     length. Actions of a rank's second and later stages use small letters. Dots are idle
-    time. If one line is too narrow, the time axis is split into up to `SHOWN_PARTS`
-    parts below each other.
-
-    Args:
-        schedule: compute only or lowered.
-        timing: simulated times of the schedule.
-        costs: costs of that simulation.
-        width: characters per line.
+    time. If one line of `width` characters is too narrow, the time axis is split into
+    up to `SHOWN_PARTS` parts below each other.
     """
     table = CostTable(costs)
     label = len(f"rank {schedule.num_ranks - 1} ")

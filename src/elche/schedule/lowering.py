@@ -32,9 +32,7 @@ _STEPS = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1, Kind.FULL_BACKWARD: -1}
 def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:
     """Adds sends and receives to a compute-only schedule, for any placement.
 
-    Args:
-        schedule: schedule without sends and receives.
-        costs: costs that determine the positions of receives; None means equal times.
+    The costs determine the positions of receives; None means equal times.
 
     Raises:
         ConfigError: the schedule is already lowered, incomplete, or deadlocks; the
@@ -102,8 +100,8 @@ def check_deadlock_free(schedule: Schedule) -> None:
     except CycleError as error:
         circle = " needs ".join(map(str, reversed(error.args[1])))
         raise ConfigError(
-            f"schedule {schedule.name} cannot be proven free of deadlock; with sends "
-            f"that wait for their receive {circle}"
+            f"schedule {schedule.name} cannot be proven free of deadlock: if a send "
+            f"waits for its receive, {circle}"
         ) from None
 
 

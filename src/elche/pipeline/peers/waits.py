@@ -91,14 +91,10 @@ class Waits:
     def store_get(self, key: str, timeout_s: float) -> bytes:
         """Waits for another rank's published value; raises if the run ends.
 
-        Args:
-            key: key of the value.
-            timeout_s: gloo's deadline (s), `BEYOND_S` later than ours.
+        `timeout_s` is gloo's deadline, `BEYOND_S` later than ours.
 
         Raises:
-            RemoteRankError: another rank has failed meanwhile.
-            CommunicationError: the coordinator has disconnected.
-            DeadlineError: the value was not published in time.
+            DeadlineError: the value was not published in time. Others as `check`.
         """
         timeout_s -= BEYOND_S
         until_s = time.monotonic() + timeout_s

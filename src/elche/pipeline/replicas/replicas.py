@@ -204,28 +204,20 @@ def _agree_on_layers(
 
 def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
     """Name of the first use of shared parameters, by layer and own name."""
-    layers = parts.given.layers
-    names = {}
-    for uses in parts.given.ties:
-        names.update(dict.fromkeys(uses, layers.name_of(*uses[0])))
-    return names
+    layers, ties = parts.given.layers, parts.given.ties
+    return {use: layers.name_of(*uses[0]) for uses in ties for use in uses}
 
 
 def _describe(
     parts: Parts, index: int, layer: Layer, names: dict[tuple[int, str], str]
 ) -> HeldLayer:
     stage = next(s for s in parts.stages if index in parts.plan.layers_of(s))
-    parameters = layer.module.named_parameters()
-    held: list[tuple[str, torch.Tensor, str]] = [
-        (n, p, LEARNS if p.requires_grad else FROZEN) for n, p in parameters
-    ]
-    held += [(n, b, BUFFER) for n, b in layer.module.named_buffers()]
-    tensors = {
-        names.get((index, own), layer.prefixed(own)): (
-            f"{role} {list(one.shape)} {one.dtype}"
-        )
-        for own, one, role in held
-    }
+    buffers = dict(layer.module.named_buffers())
+    tensors = {}
+    for own, one in (*layer.module.named_parameters(), *buffers.items()):
+        role = BUFFER if own in buffers else LEARNS if one.requires_grad else FROZEN
+        name = names.get((index, own), layer.prefixed(own))
+        tensors[name] = f"{role} {list(one.shape)} {one.dtype}"
     return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
 
 

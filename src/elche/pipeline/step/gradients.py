@@ -18,11 +18,7 @@ from elche.pipeline.step.inputs import number_of, scale_of
 
 
 def refuse_norm_of_rank(frame: FrameType | None) -> None:
-    """Raises if torch's `clip_grad_norm_` runs the generator of this frame.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raises ConfigError if torch's `clip_grad_norm_` runs this generator's frame."""
     code = frame.f_back.f_code if frame is not None and frame.f_back else None
     if code is inspect.unwrap(nn.utils.clip_grad_norm_).__code__:
         raise ConfigError(

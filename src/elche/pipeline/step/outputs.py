@@ -50,10 +50,8 @@ class EvaluationOutput:
 def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
     """Samples of each microbatch; they differ by at most one.
 
-    Args:
-        total: samples of the batch.
-        labelled: samples of the target, if known.
-        count: most microbatches; with fewer samples each is its own microbatch.
+    With fewer samples than `count` each is its own microbatch. `labelled` is the number
+    of the target's samples, if known.
 
     Raises:
         ConfigError: the batch is empty, or batch and target differ.
@@ -69,12 +67,7 @@ def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
 
 def joined_gradients(results: StepResults) -> tuple[torch.Tensor | None, ...]:
     """Joins the microbatches' input gradients into those of the batch."""
-    by_input = zip(
-        *(results.input_gradients[i] for i in sorted(results.input_gradients)),
-        strict=True,
-    )
-    joined: list[torch.Tensor | None] = []
-    for parts in by_input:
-        there = [part for part in parts if part is not None]
-        joined.append(torch.cat(there) if len(there) == len(parts) else None)
-    return tuple(joined)
+    by_input = zip(*dict(sorted(results.input_gradients.items())).values(), strict=True)
+    joined = ([part for part in parts if part is not None] for parts in by_input)
+    count = len(results.input_gradients)
+    return tuple(torch.cat(each) if len(each) == count else None for each in joined)

@@ -79,7 +79,7 @@ def auto_placed(
         The schedule and the costs in its placement.
 
     Raises:
-        ConfigError: no microbatches, no ranks, or too little memory for one microbatch.
+        ConfigError: no ranks; others as `auto_schedule`.
     """
     check_microbatches(num_microbatches)
     if num_ranks < 1:

@@ -70,12 +70,9 @@ V_TWO_THIRDS_STEPS = (2, 2, 2, 2)  # unpublished: between V-Half and ZB-V
 
 
 def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> Rows:
-    """Repeats the shortest building block with given steps and W in its free slots.
+    """Repeats the shortest building block with W in its free slots.
 
-    Args:
-        num_ranks: number of ranks.
-        count: number of microbatches.
-        steps: slots per rank of the four passes, `V_MIN_STEPS` or `V_HALF_STEPS`.
+    `steps` are the slots per rank of the four passes, such as `V_MIN_STEPS`.
     """
     last = 2 * num_ranks - 1
     rows = []

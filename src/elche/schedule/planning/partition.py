@@ -21,6 +21,9 @@ from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.planning.profile import PipelineProfile
 
+HALF_BYTE = 0.5
+"""Added to memory limits, which must be above 0. Activations are whole bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
@@ -321,7 +324,7 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
                 f"device {table.profile.devices[device].name} lacks {-room:,.0f} bytes "
                 f"for the parameters of its layers and their state ({state:,.0f})"
             )
-        limits.append(room + 0.5)  # a limit must be above 0; activations are whole
+        limits.append(room + HALF_BYTE)
     return PipelineCosts(
         stages=tuple(stages),
         placement=partition.placement,

@@ -10,7 +10,7 @@ from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, check_microbatches
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.generators.schedules import check_name
-from elche.schedule.planning.partition import Partition, ProfileTable
+from elche.schedule.planning.partition import HALF_BYTE, Partition, ProfileTable
 from elche.schedule.planning.profile import PipelineProfile
 from elche.schedule.timing import Timing
 
@@ -53,7 +53,6 @@ class Candidate:
         timing: simulated times of the schedule.
         step_s: predicted time of a step: the makespan, or the busiest link's time.
         state_bytes: bytes of parameters, gradients and optimizer state of each rank.
-        missing_bytes: largest memory shortage of a rank; 0 if none.
     """
 
     name: str
@@ -63,17 +62,23 @@ class Candidate:
     timing: Timing
     step_s: float
     state_bytes: tuple[float, ...]
-    missing_bytes: float = 0.0
+
+    @property
+    def lacking_bytes(self) -> tuple[float, ...]:
+        """Memory shortage of each rank; negative if memory is left."""
+        pairs = zip(self.timing.peak_activations, self.costs.limits, strict=True)
+        return tuple(peak - limit + HALF_BYTE for peak, limit in pairs)
+
+    @property
+    def missing_bytes(self) -> float:
+        """Largest memory shortage of a rank; 0 if none."""
+        return max(0.0, *self.lacking_bytes)
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
         """Peak memory of each rank: parameters, their state and activations."""
-        return tuple(
-            state + peak
-            for state, peak in zip(
-                self.state_bytes, self.timing.peak_activations, strict=True
-            )
-        )
+        pairs = zip(self.state_bytes, self.timing.peak_activations, strict=True)
+        return tuple(map(sum, pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

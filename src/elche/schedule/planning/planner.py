@@ -27,7 +27,7 @@ from elche.schedule.generators.schedules import (
     placement_for,
 )
 from elche.schedule.planning.device_orders import device_orders
-from elche.schedule.planning.named_search import NamedSearch
+from elche.schedule.planning.named_search import best_named
 from elche.schedule.planning.partition import (
     Partition,
     ProfileTable,
@@ -147,16 +147,16 @@ class _PlanSearch:
         if name == "auto":
             return Alternative(name=name, candidate=self._auto())
         stages = self.config.stages_per_device if name in LOOPED else None
-        search = NamedSearch(self.evaluator, name, stages, self._numbers_of_ranks(name))
-        search.run(self._affordable(self._suiting(name), TRIES))
-        best = search.best
+        starts = self._affordable(self._suiting(name), TRIES)
+        ranks = self._numbers_of_ranks(name)
+        best, reason = best_named(self.evaluator, name, stages, ranks, starts)
         if best is None:
-            reason = search.reason or self._why_not(name)
+            reason = reason or self._why_not(name)
             return Alternative(name=name, candidate=None, reason=reason)
         candidate = self._candidate(name, best)
         if candidate.missing_bytes == 0:
             return Alternative(name=name, candidate=candidate)
-        lacks = self._lacks(candidate)
+        lacks = candidate.lacking_bytes
         device = self.profile.devices[best.ranks[lacks.index(max(lacks))]]
         return Alternative(
             name=name,
@@ -296,7 +296,7 @@ class _PlanSearch:
         else:
             schedule = make_schedule(name, replace(costs, memory=()), self.count)
         timing = simulate(schedule, costs)
-        found = Candidate(
+        return Candidate(
             name=name,
             partition=partition,
             schedule=schedule,
@@ -305,16 +305,6 @@ class _PlanSearch:
             step_s=max(timing.makespan, link_bound(self.table, partition)),
             state_bytes=tuple(self.table.held_bytes(self.table.state, partition)),
         )
-        return replace(found, missing_bytes=max(0.0, *self._lacks(found)))
-
-    def _lacks(self, candidate: Candidate) -> list[float]:
-        """Memory shortage of each rank in bytes; negative if memory is left."""
-        return [
-            needed - self.table.memory[device]
-            for needed, device in zip(
-                candidate.memory_bytes, candidate.partition.ranks, strict=True
-            )
-        ]
 
     def _why_not(self, name: str) -> str:
         each = self.config.stages_per_device if name in LOOPED else 2

@@ -129,11 +129,7 @@ class Schedule:
 
 
 def check_microbatches(num_microbatches: int) -> None:
-    """Rejects a schedule without microbatches.
-
-    Raises:
-        ConfigError: there are no microbatches.
-    """
+    """Raises ConfigError for a schedule without microbatches."""
     if num_microbatches < 1:
         raise ConfigError(
             f"a schedule needs at least one microbatch, got {num_microbatches}"

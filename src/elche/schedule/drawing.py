@@ -65,7 +65,7 @@ def _parts(schedule: Schedule, timing: Timing, table: CostTable, columns: int) -
         length
         for row in schedule.actions
         for one in row
-        if one.is_compute and (length := _length(table, one)) > 0
+        if (length := _length(table, one)) > 0
     ]
     if not lengths:
         return 1
@@ -82,8 +82,6 @@ def _row(
     for one, start in zip(
         schedule.actions[rank], timing.action_starts[rank], strict=True
     ):
-        if not one.is_compute:
-            continue
         length = _length(table, one)
         begin, end = round(start * scale), round((start + length) * scale)
         letter = one.kind.value if one.stage == first else one.kind.value.lower()

@@ -24,14 +24,9 @@ def read_stages(
     communication: float,
     memory: float | None,
 ) -> PipelineCosts:
-    """Reads the parsed TOML of a stage file.
+    """Reads the parsed TOML of a stage file; the other arguments are defaults.
 
-    Args:
-        raw: the parsed document.
-        num_ranks: number of ranks; None means the highest named rank plus one.
-        times: default F, I, W of a stage.
-        communication: default time of a message.
-        memory: default memory units per rank.
+    Without `num_ranks` it is the highest named rank plus one.
 
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.

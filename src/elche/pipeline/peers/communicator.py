@@ -21,7 +21,6 @@ from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.executor import StepResults
 
 T = TypeVar("T")
-OF_ALL_REPLICAS = "the settings"
 
 
 class _RepeatCall(Exception):  # noqa: N818
@@ -165,11 +164,9 @@ class PipelineCommunicator:
             self.peers.close()
 
     def gather(self, make: Callable[[], Any], what: str) -> list[Any]:
-        """Sends `make`'s result to all ranks, and returns all results in rank order.
+        """Sends the result of `make` to all ranks, and returns those of all, in order.
 
-        Args:
-            make: makes a value that the control channel can send.
-            what: description for errors.
+        The result must suit the control channel; `what` describes the call for errors.
 
         Raises:
             ConfigError: another rank failed; errors of this rank's `make` are raised as
@@ -183,10 +180,7 @@ class PipelineCommunicator:
     ) -> list[Any]:
         """Like `gather`, but leaves the pipeline open after an error.
 
-        Args:
-            make: as in `gather`.
-            what: the call, in which all ranks must be.
-            wait: description of the wait for other ranks, if not `what`.
+        `wait` describes the wait for other ranks, if `what` does not.
 
         Raises:
             ConfigError: as in `gather`.
@@ -198,7 +192,9 @@ class PipelineCommunicator:
         except Exception as problem:
             raised, error = problem, f"{type(problem).__name__}: {problem}"
         reports = self.exchange([what, error, made], wait or what)
-        check_same_call(reports, what)
+        if any(one[0] != what for one in reports):
+            calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(reports))
+            raise MismatchError(f"ranks call different methods: {calls}")
         if raised is not None:
             raise raised
         for rank, (_, text, _) in enumerate(reports):
@@ -272,21 +268,10 @@ def common(by_rank: Sequence[T], name: str) -> T:
     return by_rank[0]
 
 
-def check_same_call(reports: Sequence[Sequence[Any]], what: str) -> None:
-    """Raises unless all ranks call the same method, by the first item of each report.
-
-    Raises:
-        MismatchError: ranks call different methods.
-    """
-    if any(one[0] != what for one in reports):
-        calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(reports))
-        raise MismatchError(f"ranks call different methods: {calls}")
-
-
 def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None:
     own = groups.ranks[groups.replica_of(rank)]
     for name, theirs in described[rank]:
-        first = 0 if name == OF_ALL_REPLICAS else own[0]
+        first = 0 if name == "the settings" else own[0]  # those of all replicas
         mine = dict(described[first]).get(name, "nothing")
         if mine != theirs:
             raise MismatchError(

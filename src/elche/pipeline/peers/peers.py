@@ -239,10 +239,8 @@ class StagePeers:
     ) -> dict[tuple[int, ...], Group]:
         """Forms process groups of subsets of the ranks, for collectives; call it once.
 
-        Args:
-            wanted: ranks of each group, ascending; the same on all ranks.
-            shares: whether this rank may share memory with others on its host.
-            timeout_s: deadline (s) of forming each group.
+        All ranks give the same subsets, each ascending. `shares` tells whether this
+        rank may share memory with others on its host.
 
         Returns:
             The groups that contain this rank, by ranks. They close with the pipeline.
@@ -295,7 +293,7 @@ class StagePeers:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Waits for a collective of some ranks.
+        """Waits for a collective of some ranks; raises as `Waits.until` does.
 
         Args:
             poll: returns True when the collective is complete.
@@ -303,9 +301,6 @@ class StagePeers:
             ranks: participating ranks.
             what: description for errors.
             timeout_s: deadline (s).
-
-        Raises:
-            As `Waits.until`, whose message names the late ranks.
         """
 
         def look() -> bool:

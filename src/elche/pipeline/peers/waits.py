@@ -217,8 +217,7 @@ class Waits:
     def report(self, text: str) -> None:
         """Reports progress: a rank that waits for this one begins its deadline again.
 
-        Args:
-            text: what this rank has done; "" ends the report.
+        An empty text ends the report.
         """
         now_s = time.monotonic()
         if not text or now_s - self._reported_s > REPORT_EVERY_S:

@@ -58,10 +58,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def begin(self, contributes: bool) -> None:
-        """Starts the all-reduce.
-
-        Args:
-            contributes: whether this rank adds its gradients, or zeros.
+        """Starts the all-reduce of this rank's gradients, or of zeros.
 
         Raises:
             ConfigError: a gradient is sparse; nothing has started.
@@ -162,11 +159,8 @@ class GradientReduction:
     def stage_is_through(self, stage: int) -> None:
         """Marks a stage's gradients as complete, and starts the units that need them.
 
-        All ranks of a process group reduce its units in the same order.
-
-        Raises:
-            ConfigError: a gradient cannot be summed.
-            CommunicationError: a connection has failed.
+        All ranks of a process group reduce its units in the same order. Raises as
+        `GradientBucket.begin` does.
         """
         self._complete.add(stage)
         for waiting in self._waiting:
@@ -182,12 +176,8 @@ class GradientReduction:
     ) -> StepResults:
         """Carries out this rank's part of a step and replaces the gradients by sums.
 
-        Gradients from before the step are added, and not summed again.
-
-        Args:
-            carry_out: calls :meth:`stage_is_through` for each stage.
-            given: input of `carry_out`.
-            has_batch: whether this replica has a batch; otherwise it only adds zeros.
+        Gradients from before the step are added, and not summed again. A replica
+        without a batch only adds zeros.
 
         Raises:
             DeadlineError: a rank was late for a sum.
@@ -235,8 +225,7 @@ def make_buckets(
     """
     made: list[GradientBucket] = []
     for dtype in (torch.float32, torch.float64):
-        mine: list[nn.Parameter] = []
-        held_bytes = 0
+        mine, held_bytes = list[nn.Parameter](), 0
         for one in parameters:
             is_wide = one.dtype in (torch.float64, torch.complex128)
             if is_wide != (dtype is torch.float64):

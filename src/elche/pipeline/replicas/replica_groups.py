@@ -79,11 +79,8 @@ def _renumbered(
 def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups:
     """Assigns the ranks to the replicas.
 
-    Args:
-        replicas: number of replicas, each with equally many consecutive ranks; or the
-            ranks of each replica in the order of its pipeline.
-        rank: this rank.
-        world_size: number of ranks of the run.
+    `replicas` is their number, with equally many consecutive ranks each; or the ranks
+    of each replica in the order of its pipeline.
 
     Raises:
         ConfigError: the ranks do not divide evenly, or a rank belongs to no replica or
@@ -98,8 +95,7 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
                 "the ranks of each replica, such as replicas=[[0, 1], [2]]"
             )
         starts = range(0, world_size, each)
-        ranks = tuple(tuple(range(start, start + each)) for start in starts)
-        return ReplicaGroups(ranks, rank)
+        replicas = [range(start, start + each) for start in starts]
     ranks = tuple(tuple(members) for members in replicas)
     if sorted(one for members in ranks for one in members) != list(range(world_size)):
         raise ConfigError(

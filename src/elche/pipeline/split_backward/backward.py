@@ -113,12 +113,6 @@ class StageBackward:
     ) -> Any:
         """Runs forward under autograd.
 
-        Args:
-            microbatch: index of the microbatch.
-            given: the input message.
-            keywords: arguments for the layers.
-            is_split: whether W runs separately from I.
-
         Returns:
             Output of the last layer, for :meth:`keep`.
 

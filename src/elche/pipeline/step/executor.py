@@ -169,8 +169,8 @@ class Executor:
             ConfigError: the loss is not a real scalar.
         """
         found = self.loss_fn(value, target)
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            is_tensor = isinstance(found, torch.Tensor)
+        is_tensor = isinstance(found, torch.Tensor)
+        if not is_tensor or found.numel() != 1:
             shown = f"shape {list(found.shape)}" if is_tensor else type(found).__name__
             raise ConfigError(
                 f"expected loss_fn to return a scalar tensor, got {shown} for "
@@ -290,7 +290,7 @@ class _Run:
 
     def _input(self, one: StageAction) -> Message:
         if one.stage > 0:
-            return self._incoming(one, one.stage - 1, 0, Kind.RECV_F)
+            return self._incoming(one, one.stage - 1, Kind.RECV_F)
         value = self.given.inputs[one.microbatch]
         tensors, structure = flatten(value, "the batch")
         wanted = self.given.input_gradients
@@ -299,11 +299,11 @@ class _Run:
         )
         return Message(tuple(tensors), structure, needs)
 
-    def _incoming(self, one: StageAction, stage: int, way: int, kind: Kind) -> Message:
+    def _incoming(self, one: StageAction, stage: int, kind: Kind) -> Message:
         """Input of this action from another stage, moved to this rank's device."""
         owner = self._owner
         if owner.schedule.placement[stage] == owner.rank:
-            return self._outgoing.pop((stage, way, one.microbatch))
+            return self._outgoing.pop((stage, _DIRECTIONS[kind], one.microbatch))
         address = owner.address(StageAction(one.stage, kind, one.microbatch))
         assert owner.transport is not None, "the schedule is for as many ranks as run"
         message = owner.transport.receive(address, self.given.timeout_s)
@@ -318,7 +318,7 @@ class _Run:
 
     def _gradients(self, one: StageAction) -> list[torch.Tensor | None]:
         if one.stage < self._last_stage:
-            message = self._incoming(one, one.stage + 1, 1, Kind.RECV_B)
+            message = self._incoming(one, one.stage + 1, Kind.RECV_B)
             tensors = iter(message.tensors)
             return [next(tensors) if there else None for there in message.needs_grad]
         loss = self.results.losses[one.microbatch]

@@ -198,11 +198,7 @@ def _read_batch(call: Call, parts: Parts, may_rest: bool) -> tuple[Any, list[str
 
 
 def scale_of(loss_scale: Any) -> float:
-    """Checks a loss scale and returns it as a float.
-
-    Raises:
-        ConfigError: the scale is not a number, or not finite and above 0.
-    """
+    """Returns a loss scale as a float; ConfigError unless finite and above 0."""
     found = number_of(loss_scale, "loss_scale")
     if not 0 < found < math.inf:
         raise ConfigError(f"expected a finite loss_scale above 0, got {loss_scale!r}")
@@ -210,11 +206,7 @@ def scale_of(loss_scale: Any) -> float:
 
 
 def number_of(value: Any, name: str) -> float:
-    """Returns a number, which may be given as a tensor, as a float.
-
-    Raises:
-        ConfigError: the value is not a number.
-    """
+    """Returns a number or a tensor of one as a float; else raises ConfigError."""
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -231,19 +223,13 @@ def check_reports(
 ) -> Sequence[str]:
     """Compares the reports of all ranks; raises the same error on all of them.
 
-    Args:
-        what: name of the method.
-        reports: reports by rank.
-        named: keywords that the layers name, by rank.
-        groups: the replicas.
-
     Returns:
         The model's arguments that the batches leave out.
 
     Raises:
         ConfigError: no layer accepts a keyword where it was given; a rank whose layers
-            name a keyword was not given it; or outputs are requested on a rank that
-            does not exist.
+            name a keyword (`named`, by rank) was not given it; or outputs are requested
+            on a rank that does not exist.
         MismatchError: ranks have different loss scales, request outputs elsewhere, or
             leave out other arguments.
     """

@@ -22,7 +22,7 @@ from elche.schedule.actions import (
 from elche.schedule.codes import B, I, Rows, W, decode, spread
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs, renumbered
 from elche.schedule.generators.critical_path import improve
-from elche.schedule.generators.list_scheduling import Rule, list_schedule
+from elche.schedule.generators.list_scheduling import list_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     fits_placement,
@@ -43,10 +43,6 @@ _TOLERANCE = 1e-9
 
 def auto_schedule(costs: PipelineCosts, num_microbatches: int) -> Schedule:
     """The schedule of least makespan that fits the memory, compute only.
-
-    Args:
-        costs: costs of the stages, in any placement.
-        num_microbatches: microbatches per step.
 
     Raises:
         ConfigError: no microbatches, or a rank's memory is too small for one microbatch
@@ -175,15 +171,16 @@ class _Search:
     ) -> None:
         """Offers a schedule with every W moved into gaps."""
         self.left -= sum(map(len, orders))
-        rows = list_schedule(
-            self.table, self.count, None, self.makespan, orders, limits
-        )
+        table, most = self.table, self.makespan
+        rows = list_schedule(table, self.count, most, orders=orders, limits=limits)
         self._offer(name, rows)
 
-    def _list(self, rule: Rule) -> None:
+    def _list(
+        self, patience: float = 1.0, merged: frozenset[int] = frozenset()
+    ) -> None:
         """Offers a list schedule."""
         self.left -= 3 * self.table.num_stages * self.count
-        rows = list_schedule(self.table, self.count, rule, self.makespan)
+        rows = list_schedule(self.table, self.count, self.makespan, patience, merged)
         self._offer("list", rows)
 
     def _is_optimal(self) -> bool:
@@ -192,8 +189,8 @@ class _Search:
     def _variants(self) -> Iterator[None]:
         """Offers unpublished schedules, one after another."""
         ranks = self.table.num_ranks
-        for rule in (Rule(), Rule(patience=0.5)):
-            self._list(rule)
+        for patience in (1.0, 0.5):
+            self._list(patience)
             yield
         if self.costs.placement == v_placement(ranks):
             for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
@@ -213,7 +210,7 @@ class _Search:
             return
         everywhere = frozenset(cheaper)
         self._offer(self.name, merged(self.rows, everywhere, self.count))
-        self._list(Rule(merged=everywhere))
+        self._list(merged=everywhere)
         tries = EXTRA_ACTIONS // sum(map(len, self.rows))
         for stage in cheaper[:tries]:
             self._offer(self.name, merged(self.rows, {stage}, self.count))

@@ -20,11 +20,7 @@ _TOLERANCE = 1e-9
 def improve(rows: Rows, table: CostTable, count: int, evaluations: int) -> Rows:
     """Swaps neighbouring actions while that shortens the makespan.
 
-    Args:
-        rows: codes of each rank; not modified.
-        table: the costs, whose memory limits are respected.
-        count: number of microbatches.
-        evaluations: most schedules to try.
+    Tries at most `evaluations` schedules, within the memory limits of the costs.
     """
     rows = [list(row) for row in rows]
     starts = run_rows(rows, table, count)
@@ -72,7 +68,9 @@ def _swaps(
         source = ready[rank][position]
         if position and source[0] < start - _TOLERANCE * (1 + start):
             before = rows[rank][position - 1]
-            if source[0] <= starts[rank][position - 1] and _may_swap(before, code):
+            # Never F and its I, nor I and its W.
+            may_swap = before >> 3 != code >> 3 and before & 7 != code & 7
+            if source[0] <= starts[rank][position - 1] and may_swap:
                 yield rank, position
             position -= 1
         elif source[1] >= 0:
@@ -81,12 +79,6 @@ def _swaps(
             position -= 1
         else:
             return
-
-
-def _may_swap(before: int, code: int) -> bool:
-    """True if two neighbours may swap: not F and its I, not I and its W."""
-    kinds = before & 7, code & 7
-    return before >> 3 != code >> 3 and kinds[0] != kinds[1]
 
 
 def _ready_times(

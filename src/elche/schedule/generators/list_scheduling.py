@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 
 from elche.schedule.codes import B, F, I, Rows, W
@@ -38,28 +37,18 @@ _Target = tuple[list[float], int, float, int]
 index, the link time, and the waiting code's rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Preferences of a free rank.
-
-    Attributes:
-        patience: W fills a known wait of at least this fraction of W's duration.
-        merged: stages that run B in place of I and W.
-    """
-
-    patience: float = 1.0
-    merged: frozenset[int] = frozenset()
-
-
 class _ListScheduler:
     """A schedule under construction; see `list_schedule`."""
 
     def __init__(
-        self, table: CostTable, count: int, limits: Sequence[float], rule: Rule
+        self,
+        table: CostTable,
+        count: int,
+        limits: Sequence[float],
+        merged: frozenset[int],
     ) -> None:
         stages = table.num_stages
-        self.table, self.count, self.rule = table, count, rule
-        self.limits = limits
+        self.table, self.count, self.limits = table, count, limits
         self.rows: Rows = [[] for _ in range(table.num_ranks)]
         self.held = [0.0] * table.num_ranks
         self.weights: list[deque[int]] = [deque() for _ in self.rows]
@@ -67,7 +56,7 @@ class _ListScheduler:
         self.backward_at = [-1.0] * (stages * count)
         self.next_forward = [0] * stages
         self.next_backward = [0] * stages
-        self.backward_kind = [B if s in rule.merged else I for s in range(stages)]
+        self.backward_kind = [B if s in merged else I for s in range(stages)]
         self.stages_of: list[list[int]] = [[] for _ in self.rows]
         for stage, rank in enumerate(table.rank_of):
             self.stages_of[rank].append(stage)
@@ -79,7 +68,7 @@ class _ListScheduler:
                 self.room[stage] = room + table.releases[stage * 8 + F]
                 room += table.releases[stage * 8 + F]
 
-    def run(self, choose: Choice, most: float = math.inf) -> Rows:
+    def run(self, choose: Choice, most: float, patience: float) -> Rows:
         """Runs all ranks until no action is left, or the step takes `most`."""
         heap = [(0.0, rank) for rank in range(len(self.rows))]
         wake_at = [0.0] * len(heap)
@@ -87,7 +76,6 @@ class _ListScheduler:
         slack = [most - self.count * work for work in self.table.work]
         execute = self._executor(heap, wake_at, slack)
         weights, count, durations = self.weights, self.count, self.table.durations
-        patience = self.rule.patience
         while heap:
             now, rank = heap[0]
             if now != wake_at[rank]:
@@ -114,10 +102,8 @@ class _ListScheduler:
     ) -> Callable[[int, int], bool]:
         """Runs a code on the rank on top of the heap; False if it waits too long.
 
-        Args:
-            heap: next time of each rank.
-            wake_at: valid times in the heap.
-            slack: time that each rank may wait and still beat the known makespan.
+        `wake_at` are the valid times in the heap, `slack` is the time that each rank
+        may wait and still beat the known makespan.
         """
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
         durations, releases = self.table.durations, self.table.releases
@@ -247,8 +233,9 @@ class _ListScheduler:
 def list_schedule(
     table: CostTable,
     count: int,
-    rule: Rule | None = None,
     most: float = math.inf,
+    patience: float = 1.0,
+    merged: frozenset[int] = frozenset(),
     orders: Rows | None = None,
     limits: Sequence[float] | None = None,
 ) -> Rows:
@@ -260,8 +247,9 @@ def list_schedule(
     Args:
         table: the costs.
         count: number of microbatches.
-        rule: preferences of a free rank; None for the defaults.
         most: known makespan to beat.
+        patience: W fills a known wait of at least this fraction of W's duration.
+        merged: stages that run B in place of I and W.
         orders: codes of each rank, whose W are ignored; None orders by the rule.
         limits: memory limit of each rank, at least one microbatch of its stages; None
             for those of the costs.
@@ -270,6 +258,6 @@ def list_schedule(
         Codes of each rank; empty if the schedule would take `most` or longer.
     """
     limits = table.limits if limits is None else limits
-    scheduler = _ListScheduler(table, count, limits, rule or Rule())
+    scheduler = _ListScheduler(table, count, limits, merged)
     choice = scheduler.by_rule() if orders is None else scheduler.in_order(orders)
-    return scheduler.run(choice, most)
+    return scheduler.run(choice, most, patience)

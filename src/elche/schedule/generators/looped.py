@@ -78,13 +78,9 @@ def _row(
 ) -> list[int]:
     """One rank's codes: `warmup` forwards, then alternating backwards and forwards.
 
-    Args:
-        forwards: stage times `count` plus microbatch of each F, in order.
-        backwards: likewise of each I or B.
-        warmup: number of forwards before the first backward.
-        delay: see the module.
-        fills_waits: whether one W runs between any two I after the last forward, where
-            a rank waits for each I.
+    `forwards` and `backwards` are stage times `count` plus microbatch of each F, and of
+    each I or B, in order. With `fills_waits` one W runs between any two I after the
+    last forward, where a rank waits for each I.
     """
     row = [index * 8 + F for index in forwards[:warmup]]
     weights = [] if delay is None else [index * 8 + W for index in backwards]

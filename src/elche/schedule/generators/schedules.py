@@ -157,11 +157,7 @@ def fixed_orders(
 
 
 def check_name(name: str) -> None:
-    """Rejects an unknown schedule.
-
-    Raises:
-        ConfigError: the name is not one of `FIXED_SCHEDULES`.
-    """
+    """Raises ConfigError unless a name is one of `FIXED_SCHEDULES`."""
     if name not in FIXED_SCHEDULES:
         known = (*FIXED_SCHEDULES, "auto")
         near = get_close_matches(name, known, n=1)

@@ -34,18 +34,17 @@ def best_named(
     ranks: Iterable[int],
     starts: Iterable[Partition],
 ) -> tuple[Partition | None, str]:
-    """Finds the best partition for one schedule.
+    """Finds the best partition for one published schedule.
 
     Args:
         evaluator: times partitions.
-        name: the schedule's name, one of `FIXED_SCHEDULES`.
+        name: the schedule's name.
         stages: stages per device, where the schedule allows several.
         ranks: numbers of devices to try.
         starts: the first partitions to try.
 
     Returns:
-        The partition, and the reason why the schedule is not defined for a number of
-        devices, or "".
+        The partition, and why the schedule is not defined for a number of devices.
     """
     table, until = evaluator.table, evaluator.actions + SEARCHED_ACTIONS
     devices, layers = len(table.profile.devices), len(table.profile.layers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import permutations
 
 from elche.errors import ConfigError
 from elche.schedule.actions import loop_placement, v_placement
@@ -54,8 +55,7 @@ class Evaluator:
     def measure(self, name: str, partition: Partition) -> tuple[float, float]:
         """Missing bytes of the worst rank, and the step time, of a published schedule.
 
-        Raises:
-            ConfigError: the schedule is not defined for this number of microbatches.
+        Raises ConfigError if it is not defined for this number of microbatches.
         """
         costs = CostTable(costs_of(self.table, partition))
         lack, time = self._timed(fixed_rows(name, costs, self.table.count), costs)
@@ -163,11 +163,7 @@ def polish(
 ) -> Partition:
     """Descends by an expensive measure, skipping partitions by their lower bounds.
 
-    Args:
-        table: sums over the profile of model and devices.
-        start: a partition that fits.
-        step_s: computes the seconds of a step.
-        actions: approximate budget of actions, over all measured schedules.
+    The budget is about `actions`, over all measured schedules.
     """
 
     def measure(moved: Partition, least: Measure) -> Measure | None:
@@ -220,17 +216,14 @@ def moved_layers(table: ProfileTable, partition: Partition) -> Iterator[Partitio
 
     Moves from busy devices to idle ones come first.
     """
-    sizes, load = partition.sizes, loads_of(table, partition)
-    stages = range(len(sizes))
-    pairs = [(one, to) for one in stages for to in stages if one != to]
-    devices = partition.devices
-    pairs.sort(
-        key=lambda pair: (
-            load[devices[pair[1]]] - load[devices[pair[0]]],
-            abs(pair[1] - pair[0]),
-        )
-    )
-    for one, to in pairs:
+    sizes, devices = partition.sizes, partition.devices
+    load = loads_of(table, partition)
+
+    def promise(pair: tuple[int, ...]) -> tuple[float, int]:
+        one, to = pair
+        return load[devices[to]] - load[devices[one]], abs(to - one)
+
+    for one, to in sorted(permutations(range(len(sizes)), 2), key=promise):
         if sizes[one] > 1:
             changed = list(sizes)
             changed[one] -= 1

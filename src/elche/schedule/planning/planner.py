@@ -184,9 +184,8 @@ class _PlanSearch:
         each, rest = divmod(layers, devices)
         sizes = tuple(each + (stage < rest) for stage in range(devices))
         partition = Partition(tuple(range(devices)), sizes)
-        return (
-            self._candidate("1f1b", partition) if fits(self.table, partition) else None
-        )
+        does_fit = fits(self.table, partition)
+        return self._candidate("1f1b", partition) if does_fit else None
 
     def _partitions(
         self, orders: Iterable[tuple[int, ...]], stages: int, is_v: bool = False

@@ -92,9 +92,10 @@ def check_deadlock_free(schedule: Schedule) -> None:
             result = message[0] if message else one
             if message:
                 graph.add(result, one)
-            for kind in (kind for kind in _STEPS if _STEPS[kind] == step):
-                to = one.stage + _STEPS[kind]
-                graph.add(StageAction(to, kind, one.microbatch), result)
+            for kind, way in _STEPS.items():
+                if way == step:
+                    to = StageAction(one.stage + way, kind, one.microbatch)
+                    graph.add(to, result)
     try:
         graph.prepare()
     except CycleError as error:

@@ -215,10 +215,7 @@ class Waits:
             return ""
 
     def report(self, text: str) -> None:
-        """Reports progress: a rank that waits for this one begins its deadline again.
-
-        An empty text ends the report.
-        """
+        """Reports progress, "" at its end; ranks that wait for this one wait anew."""
         now_s = time.monotonic()
         if not text or now_s - self._reported_s > REPORT_EVERY_S:
             self._reported_s = now_s

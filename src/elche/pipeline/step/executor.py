@@ -169,8 +169,8 @@ class Executor:
             ConfigError: the loss is not a real scalar.
         """
         found = self.loss_fn(value, target)
-        is_tensor = isinstance(found, torch.Tensor)
-        if not is_tensor or found.numel() != 1:
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            is_tensor = isinstance(found, torch.Tensor)
             shown = f"shape {list(found.shape)}" if is_tensor else type(found).__name__
             raise ConfigError(
                 f"expected loss_fn to return a scalar tensor, got {shown} for "

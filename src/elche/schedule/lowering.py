@@ -74,11 +74,11 @@ def check_deadlock_free(schedule: Schedule) -> None:
     """Proves that a lowered schedule completes on every transport.
 
     Its actions form a graph, with each send and its receive as one node, which waits
-    for the actions before both. The schedule completes if the graph has no circle.
+    for the actions before both. The schedule completes if the graph has no cycle.
 
     Raises:
         ConfigError: messages are missing, or ranks deadlock; the message lists the
-            actions of a circle.
+            actions of a cycle.
     """
     check_schedule(schedule)
     send_of = _sends(schedule)
@@ -99,10 +99,10 @@ def check_deadlock_free(schedule: Schedule) -> None:
     try:
         graph.prepare()
     except CycleError as error:
-        circle = " needs ".join(map(str, reversed(error.args[1])))
+        cycle = " needs ".join(map(str, reversed(error.args[1])))
         raise ConfigError(
             f"schedule {schedule.name} cannot be proven free of deadlock: if a send "
-            f"waits for its receive, {circle}"
+            f"waits for its receive, {cycle}"
         ) from None
 
 

@@ -130,6 +130,8 @@ class Stepping:
         return self.communicator.surviving(step)
 
     def _step(self, call: Call) -> StepOutput:
+        # Those of the step's begin: a replica may be lost in its last exchange.
+        replicas, train = self.replicas, self.parts.executor.train
         given, shares, _ = self._begin(call)
         asked = self._input(
             given,
@@ -138,8 +140,6 @@ class Stepping:
             input_gradients=call.input_gradients,
             keeps_outputs=call.outputs is not None,
         )
-        # Those of the step's begin: a replica may be lost in its last exchange.
-        replicas, train = self.replicas, self.parts.executor.train
         outputs: list[Any] = []
 
         def carry_out() -> StepResults:
@@ -204,14 +204,14 @@ class Stepping:
         peers, members = self.communicator.peers, self.groups.members
         if wanted is None or not shares.mine:
             return None
-        parts = [results.outputs[i] for i in sorted(results.outputs)]
-        outputs = join_batches(parts) if parts else None
-        if wanted == "last" or peers is None:
-            return outputs
         to = [rank for rank in members if wanted in ("all", rank)]
         last, timeout_s = self.parts.plan.schedule.placement[-1], self.config.timeout_s
         what = "the outputs of the last stage"
         with self.communicator.ending_on_failure():
+            parts = [results.outputs[i] for i in sorted(results.outputs)]
+            outputs = join_batches(parts) if parts else None
+            if wanted == "last" or peers is None:
+                return outputs
             if peers.rank == last:
                 tensors, structure = flatten(outputs, what)
                 message = Message(tuple(tensors), structure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -109,9 +108,8 @@ def test_what_raises_on_one_rank_is_told_everywhere(
     (own, after), _ = found[rank]
     assert own == "ValueError: a layer's own trouble"
     (told, good), _ = found[1 - rank]
-    by = f"rank {rank} failed"
-    by = f"RemoteRankError: {by}" if kind == "raises" else f"ConfigError: {by} in gen"
-    assert re.match(f"{by}.*: ValueError: a layer", told)
+    by = f"RemoteRankError: rank {rank} failed" if kind == "raises" else "ConfigError"
+    assert told.startswith(f"{by}: ValueError: a layer")
     ended = "CommunicationError: the pipeline has ended" if kind == "raises" else ""
     assert after.startswith(ended)
     assert good.startswith(ended)

@@ -176,11 +176,12 @@ class PipelineCommunicator:
             return self.agree(make, what)
 
     def agree(
-        self, make: Callable[[], Any], what: str, wait: str | None = None
+        self, make: Callable[[], Any], what: str, begins: bool = False
     ) -> list[Any]:
         """Like `gather`, but leaves the pipeline open after an error.
 
-        `wait` describes the wait for other ranks, if `what` does not.
+        Where a call only `begins`, errors name their rank: all ranks raise the first
+        ConfigError as it is.
 
         Raises:
             ConfigError: as in `gather`.
@@ -191,7 +192,10 @@ class PipelineCommunicator:
             made = make()
         except Exception as problem:
             raised, error = problem, f"{type(problem).__name__}: {problem}"
-        reports = self.exchange([what, error, made], wait or what)
+            if begins and isinstance(problem, ConfigError):
+                raised, error = None, str(problem) or error
+        wait = f"the begin of {what}" if begins else what
+        reports = self.exchange([what, error, made], wait)
         if any(one[0] != what for one in reports):
             calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(reports))
             raise MismatchError(f"ranks call different methods: {calls}")
@@ -199,7 +203,8 @@ class PipelineCommunicator:
             raise raised
         for rank, (_, text, _) in enumerate(reports):
             if text:
-                raise ConfigError(f"rank {rank} failed in {what}: {text}")
+                by = "" if begins else f"rank {rank} failed in {what}: "
+                raise ConfigError(f"{by}{text}")
         return [value for _, _, value in reports]
 
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:

@@ -171,12 +171,7 @@ class Stepping:
     def evaluate(
         self, call: Call, caches: LayerCaches | None = None
     ) -> EvaluationOutput:
-        """Runs forward only, over averaged buffers.
-
-        Args:
-            call: the script's call.
-            caches: caches of this rank's layers.
-        """
+        """Runs forward only, over averaged buffers, with caches of this rank's layers."""
         self.communicator.check_open()
         given, shares, omitted = self._begin(call)
         executor = self.variants.executor(omitted, caches is not None)
@@ -242,8 +237,7 @@ class Stepping:
             read.append(read_call(call, *where, compares))
             return list(astuple(read[0][0]))
 
-        wait = f"the begin of {call.what}"
-        gathered = self.communicator.agree(report, call.what, wait)
+        gathered = self.communicator.agree(report, call.what, begins=True)
         reports = [InputReport(*one) for one in gathered]
         omitted = check_reports(call.what, reports, self._named, self.groups)
         if compares:

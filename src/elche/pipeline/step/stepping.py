@@ -171,7 +171,7 @@ class Stepping:
     def evaluate(
         self, call: Call, caches: LayerCaches | None = None
     ) -> EvaluationOutput:
-        """Runs forward only, over averaged buffers, with caches of this rank's layers."""
+        """Runs forward only, over averaged buffers; with caches in a generation."""
         self.communicator.check_open()
         given, shares, omitted = self._begin(call)
         executor = self.variants.executor(omitted, caches is not None)

@@ -164,7 +164,7 @@ def test_a_schedule_file_keeps_within_memory(tmp_path: Path) -> None:
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 1 stops at its action 1, 1F1"),
         (
             "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n",
-            "1F0: its input has not come",
+            "1F0 needs 0SEND_F0",
         ),
         ("0F0,0X0\n", "expected an action such as 2F0"),
         ("0F0\n", "lacks 0I0, 0W0"),

@@ -137,16 +137,11 @@ class Stage:
         keywords: dict[str, Any],
         caches: LayerCaches | None = None,
     ) -> Any:
-        """Runs the layers on a value.
+        """Runs the layers on the output of the previous stage.
 
         With a seed, torch's generators are restored afterwards. A user's script then
-        draws the same batches on every rank, whatever its stages.
-
-        Args:
-            value: output of the previous stage.
-            microbatch: index of the microbatch.
-            keywords: arguments for the layers.
-            caches: caches of layers that accept `cache=`; None runs them without.
+        draws the same batches on every rank, whatever its stages. With `caches`, layers
+        that accept `cache=` receive theirs.
         """
         tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
         devices = {one.device for one in tensors}
@@ -221,12 +216,3 @@ def modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for one, mode in modes:
             one.training = mode
-
-
-def changes_in_place(stage: Stage) -> bool:
-    """True if a layer declares it, such as ``nn.ReLU(inplace=True)``."""
-    return any(
-        getattr(one, "inplace", False) is True
-        for layer in stage.layers
-        for one in layer.module.modules()
-    )

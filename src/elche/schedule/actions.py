@@ -14,7 +14,7 @@ from elche.errors import ConfigError
 
 
 class Kind(str, Enum):
-    """Kind of an action.
+    """Kind of an action; the order gives the numbers of `codes`.
 
     ``SEND_F`` and ``SEND_B`` name the sending stage (for its output, or the gradient of
     its input), ``RECV_F`` and ``RECV_B`` the receiving stage.
@@ -97,10 +97,7 @@ class Schedule:
     actions: tuple[tuple[StageAction, ...], ...]
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise ConfigError(
-                f"a schedule needs at least one microbatch, got {self.num_microbatches}"
-            )
+        check_microbatches(self.num_microbatches)
         if not self.placement:
             raise ConfigError("a schedule needs at least one stage, got none")
         if not all(0 <= rank < self.num_ranks for rank in self.placement):
@@ -128,6 +125,14 @@ class Schedule:
         """The stages that a rank holds, ascending."""
         return tuple(
             stage for stage, holder in enumerate(self.placement) if holder == rank
+        )
+
+
+def check_microbatches(num_microbatches: int) -> None:
+    """Raises ConfigError for a schedule without microbatches."""
+    if num_microbatches < 1:
+        raise ConfigError(
+            f"a schedule needs at least one microbatch, got {num_microbatches}"
         )
 
 

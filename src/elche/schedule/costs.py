@@ -37,16 +37,9 @@ class StageCost:
     kept_for_weight: float | None = None
 
     def __post_init__(self) -> None:
-        values = {
-            "forward": self.forward,
-            "input_gradient": self.input_gradient,
-            "weight_gradient": self.weight_gradient,
-            "backward": self.full_backward,
-            "activation": self.activation,
-            "kept_for_weight": self.kept,
-        }
-        for field, value in values.items():
-            if not 0 <= value < math.inf:
+        for field in self.__dataclass_fields__:
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(
                     f"{field} of a stage must be a number of at least 0, got {value}"
                 )
@@ -179,11 +172,8 @@ def equal_costs(
 ) -> PipelineCosts:
     """Costs of equal ranks, with the work divided evenly among the stages.
 
-    Args:
-        times: times of one rank; with v stages per rank each stage takes 1/v of them.
-        placement: the rank of each stage.
-        num_ranks: number of ranks.
-        memory: memory units per rank, None without a limit.
+    With v stages per rank each stage takes 1/v of the rank's times. None sets no limit
+    on the memory units of a rank.
     """
     share = num_ranks / len(placement) if placement else 1.0
     stage = StageCost(

@@ -6,6 +6,7 @@ import math
 from statistics import median
 
 from elche.schedule.actions import Kind, Schedule, StageAction
+from elche.schedule.codes import CODE_OF
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.timing import CostTable, Timing
 
@@ -17,12 +18,6 @@ KIND_NAMES = {
     Kind.FULL_BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
-}
-_CODES = {
-    Kind.FORWARD: 0,
-    Kind.FULL_BACKWARD: 1,
-    Kind.BACKWARD_INPUT: 2,
-    Kind.BACKWARD_WEIGHT: 3,
 }
 
 
@@ -41,14 +36,8 @@ def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -
 
     An action is its letter and its microbatch, if they fit, then dashes up to its
     length. Actions of a rank's second and later stages use small letters. Dots are idle
-    time. If one line is too narrow, the time axis is split into up to `SHOWN_PARTS`
-    parts below each other.
-
-    Args:
-        schedule: compute only or lowered.
-        timing: simulated times of the schedule.
-        costs: costs of that simulation.
-        width: characters per line.
+    time. If one line of `width` characters is too narrow, the time axis is split into
+    up to `SHOWN_PARTS` parts below each other.
     """
     table = CostTable(costs)
     label = len(f"rank {schedule.num_ranks - 1} ")
@@ -76,7 +65,7 @@ def _parts(schedule: Schedule, timing: Timing, table: CostTable, columns: int) -
         length
         for row in schedule.actions
         for one in row
-        if one.is_compute and (length := _length(table, one)) > 0
+        if (length := _length(table, one)) > 0
     ]
     if not lengths:
         return 1
@@ -93,8 +82,6 @@ def _row(
     for one, start in zip(
         schedule.actions[rank], timing.action_starts[rank], strict=True
     ):
-        if not one.is_compute:
-            continue
         length = _length(table, one)
         begin, end = round(start * scale), round((start + length) * scale)
         letter = one.kind.value if one.stage == first else one.kind.value.lower()
@@ -106,4 +93,4 @@ def _row(
 
 
 def _length(table: CostTable, action: StageAction) -> float:
-    return table.durations[action.stage * 8 + _CODES[action.kind]]
+    return table.durations[action.stage * 8 + CODE_OF[action.kind]]

@@ -39,13 +39,13 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     Drops idle steps and unrolls ``OVERLAP_F_B`` in its order. Also drops actions that
     elche has not: of FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``,
     ``WAIT_REDUCE_GRAD``) and waits for sends (``WAIT_SEND_F``, ``WAIT_SEND_B``). Checks
-    only the form; ``validation.check_schedule`` checks the content.
+    only the form; ``codes.check_schedule`` checks the content.
 
     Raises:
         ConfigError: a cell is not an action, or the stages cannot be placed.
     """
     rows = [list(_unrolled(row)) for row in csv.reader(io.StringIO(text, newline=""))]
-    return schedule_of(rows, name)
+    return _schedule_of(rows, name)
 
 
 def to_text(schedule: Schedule) -> str:
@@ -59,16 +59,8 @@ def to_text(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def schedule_of(rows: Sequence[Sequence[StageAction]], name: str) -> Schedule:
-    """Builds a schedule from action lists: infers placement and microbatches.
-
-    Args:
-        rows: actions of each rank.
-        name: name for the schedule.
-
-    Raises:
-        ConfigError: no actions, a stage on two ranks, or a missing stage index.
-    """
+def _schedule_of(rows: Sequence[Sequence[StageAction]], name: str) -> Schedule:
+    """Builds a schedule from action lists: infers placement and microbatches."""
     holders: dict[int, int] = {}
     num_microbatches = 0
     for rank, row in enumerate(rows):

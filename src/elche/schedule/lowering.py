@@ -14,7 +14,9 @@ run ahead.
 
 from __future__ import annotations
 
-from itertools import chain
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain, islice, pairwise
+from operator import itemgetter
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, StageAction
@@ -30,9 +32,7 @@ _STEPS = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1, Kind.FULL_BACKWARD: -1}
 def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:
     """Adds sends and receives to a compute-only schedule, for any placement.
 
-    Args:
-        schedule: schedule without sends and receives.
-        costs: costs that determine the positions of receives; None means equal times.
+    The costs determine the positions of receives; None means equal times.
 
     Raises:
         ConfigError: the schedule is already lowered, incomplete, or deadlocks; the
@@ -73,39 +73,37 @@ def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:
 def check_deadlock_free(schedule: Schedule) -> None:
     """Proves that a lowered schedule completes on every transport.
 
-    Args:
-        schedule: schedule with sends and receives.
+    Its actions form a graph, with each send and its receive as one node, which waits
+    for the actions before both. The schedule completes if the graph has no cycle.
 
     Raises:
-        ConfigError: messages are missing, or ranks deadlock; the message lists each
-            rank's offending action.
+        ConfigError: messages are missing, or ranks deadlock; the message lists the
+            actions of a cycle.
     """
     check_schedule(schedule)
-    partners, waits = _dependencies(schedule)
-    rows = schedule.actions
-    positions = [0] * len(rows)
-    runnable = list(range(len(rows)))
-    done: set[StageAction] = set()
-    while runnable:
-        rank = runnable.pop()
-        row = rows[rank]
-        while positions[rank] < len(row):
-            one = row[positions[rank]]
-            partner = partners.get(one)
-            both = {one, partner or one}
-            if not all(each not in waits or waits[each] in done for each in both):
-                break
-            if partner is not None:
-                other = schedule.placement[partner.stage]
-                at = positions[other]
-                if at == len(rows[other]) or rows[other][at] != partner:
-                    break
-                positions[other] += 1
-                runnable.append(other)
-            done |= both
-            positions[rank] += 1
-    if any(at < len(row) for at, row in zip(positions, rows, strict=True)):
-        raise ConfigError(_stuck(schedule, positions, partners, waits, done))
+    send_of = _sends(schedule)
+    graph: TopologicalSorter[StageAction] = TopologicalSorter()
+    for row in schedule.actions:
+        for before, one in pairwise(send_of.get(one, one) for one in row):
+            graph.add(one, before)
+        for one in row:
+            step = _STEPS.get(one.kind)
+            message = _message_after(one, schedule.placement)
+            result = message[0] if message else one
+            if message:
+                graph.add(result, one)
+            for kind, way in _STEPS.items():
+                if way == step:
+                    to = StageAction(one.stage + way, kind, one.microbatch)
+                    graph.add(to, result)
+    try:
+        graph.prepare()
+    except CycleError as error:
+        cycle = " needs ".join(map(str, reversed(error.args[1])))
+        raise ConfigError(
+            f"schedule {schedule.name} cannot be proven free of deadlock: if a send "
+            f"waits for its receive, {cycle}"
+        ) from None
 
 
 def _in_order(
@@ -116,16 +114,15 @@ def _in_order(
     A dependency never starts after its action. If both start together (actions without
     duration) the order of the simulation decides, which the stable sort keeps.
     """
-    positions = [0] * schedule.num_ranks
-    events = []
-    for rank, length in bursts:
-        at = positions[rank]
-        positions[rank] = at + length
-        row = zip(
-            starts[rank][at : at + length], schedule.actions[rank][at:], strict=False
-        )
-        events += [(start, rank, one) for start, one in row]
-    events.sort(key=lambda event: event[0])
+    rows = [
+        zip(*pair, strict=True) for pair in zip(starts, schedule.actions, strict=True)
+    ]
+    events = [
+        (start, rank, one)
+        for rank, length in bursts
+        for start, one in islice(rows[rank], length)
+    ]
+    events.sort(key=itemgetter(0))
     return [(rank, one) for _, rank, one in events]
 
 
@@ -147,30 +144,20 @@ def _message_after(
     )
 
 
-_Links = dict[StageAction, StageAction]
-
-
-def _dependencies(schedule: Schedule) -> tuple[_Links, _Links]:
-    """The peer of each send and receive; the dependency of each send or computation.
+def _sends(schedule: Schedule) -> dict[StageAction, StageAction]:
+    """The send of each receive.
 
     Raises:
         ConfigError: messages are missing or superfluous.
     """
-    partners: _Links = {}
-    waits: _Links = {}
-    for one in chain.from_iterable(schedule.actions):
-        result = one
-        if message := _message_after(one, schedule.placement):
-            send, result = message
-            partners |= {send: result, result: send}
-            waits[send] = one
-        step = _STEPS.get(one.kind)
-        for kind in (kind for kind in _STEPS if _STEPS[kind] == step):
-            waits[StageAction(one.stage + _STEPS[kind], kind, one.microbatch)] = result
-    present = {one for row in schedule.actions for one in row if not one.is_compute}
+    actions = list(chain.from_iterable(schedule.actions))
+    found = (_message_after(one, schedule.placement) for one in actions)
+    send_of = {receive: send for send, receive in filter(None, found)}
+    wanted = {*send_of, *send_of.values()}
+    present = {one for one in actions if not one.is_compute}
     for wrong, verdict in (
-        (partners.keys() - present, "lacks"),
-        (present - partners.keys(), "has but does not need"),
+        (wanted - present, "lacks"),
+        (present - wanted, "has but does not need"),
     ):
         if wrong:
             shown = ", ".join(map(str, sorted(wrong)[:6]))
@@ -178,30 +165,4 @@ def _dependencies(schedule: Schedule) -> tuple[_Links, _Links]:
                 f"schedule {schedule.name} {verdict} {shown}"
                 f"{' and more' if len(wrong) > 6 else ''}"
             )
-    return partners, waits
-
-
-def _stuck(
-    schedule: Schedule,
-    positions: list[int],
-    partners: _Links,
-    waits: _Links,
-    done: set[StageAction],
-) -> str:
-    lines = []
-    for rank, (row, at) in enumerate(zip(schedule.actions, positions, strict=True)):
-        if at == len(row):
-            continue
-        one = row[at]
-        if one.is_compute:
-            reason = "its input has not come"
-        elif one in waits and waits[one] not in done:
-            reason = "what it sends has not been computed"
-        else:
-            partner = partners[one]
-            reason = f"rank {schedule.placement[partner.stage]} is not at {partner}"
-        lines.append(f"  rank {rank} stops at its action {at}, {one}: {reason}")
-    return (
-        f"schedule {schedule.name} cannot be proven free of deadlock; with sends that "
-        "wait for their receive:\n" + "\n".join(lines)
-    )
+    return send_of

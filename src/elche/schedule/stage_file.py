@@ -1,20 +1,4 @@
-"""Stages and links from a TOML file, as `elche schedule --stages` reads it.
-
-::
-
-    memory = [4, 4]              # units per rank; optional
-
-    [[stage]]                    # in the model's order
-    rank = 0
-    times = [1.0, 1.0, 1.0]      # F, I, W of one microbatch
-    backward = 1.9               # B, where it is cheaper than I + W; optional
-    activation = 1.0             # units of memory of one microbatch; optional
-    link = 0.1                   # time of a message to the next stage; optional
-
-    [[stage]]
-    rank = 1
-    times = [2.0, 2.0, 2.0]
-"""
+"""Stages and links from a TOML file; the help of `elche schedule` shows its format."""
 
 from __future__ import annotations
 
@@ -40,14 +24,9 @@ def read_stages(
     communication: float,
     memory: float | None,
 ) -> PipelineCosts:
-    """Reads the parsed TOML of a stage file.
+    """Reads the parsed TOML of a stage file; the other arguments are defaults.
 
-    Args:
-        raw: the parsed document.
-        num_ranks: number of ranks; None means the highest named rank plus one.
-        times: default F, I, W of a stage.
-        communication: default time of a message.
-        memory: default memory units per rank.
+    Without `num_ranks` it is the highest named rank plus one.
 
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.

@@ -65,11 +65,7 @@ def read_table(
 
 
 def whole(table: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Reads a positive integer from a table.
-
-    Raises:
-        ConfigError: the value is not an integer of at least 1.
-    """
+    """Reads an integer of at least 1; raises ConfigError for other values."""
     value = table.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(
@@ -79,11 +75,7 @@ def whole(table: Mapping[str, Any], key: str, where: str, default: int = 1) -> i
 
 
 def number(table: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    """Reads a number from a table.
-
-    Raises:
-        ConfigError: the value is not a number.
-    """
+    """Reads a number; raises ConfigError for other values."""
     value = table.get(key, default)
     if not is_number(value):
         raise ConfigError(f"{where}: expected a number for {key}, got {value!r}")
@@ -91,24 +83,17 @@ def number(table: Mapping[str, Any], key: str, where: str, default: float) -> fl
 
 
 def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]:
-    """Reads the times of F, I and W.
-
-    Raises:
-        ConfigError: the value is not three numbers.
-    """
-    if not isinstance(raw, list | tuple) or len(raw) != 3:
+    """Reads the times of F, I and W; raises ConfigError for other values."""
+    parts = tuple(raw) if isinstance(raw, list | tuple) else ()
+    if len(parts) != 3 or not all(map(is_number, parts)):
         raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
-    forward, inputs, weights = raw
-    if not all(map(is_number, (forward, inputs, weights))):
-        raise ConfigError(f"{where}: expected {key} = [F, I, W], got {raw!r}")
-    return forward, inputs, weights
+    return parts
 
 
 def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """The tables of a list in a document; empty if the list is missing.
 
-    Raises:
-        ConfigError: the value is not a list of tables.
+    Raises ConfigError if the value is not a list of tables.
     """
     found = raw.get(name, [])
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
@@ -122,11 +107,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def check_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None:
-    """Rejects unknown keys.
-
-    Raises:
-        ConfigError: a key is unknown.
-    """
+    """Raises ConfigError if the table has an unknown key."""
     unknown = sorted(table.keys() - known)
     if unknown:
         raise ConfigError(

@@ -29,8 +29,7 @@ class Timing:
 
     Attributes:
         makespan: time from the first action of any rank to the last end.
-        starts: start of each rank's first action; 0 for a rank without any.
-        ends: end of each rank's last action.
+        spans: time from each rank's first action to the end of its last.
         busy: time that each rank computes.
         peak_activations: peak activation memory of each rank, in the units of
             `StageCost.activation`.
@@ -38,18 +37,10 @@ class Timing:
     """
 
     makespan: float
-    starts: tuple[float, ...]
-    ends: tuple[float, ...]
+    spans: tuple[float, ...]
     busy: tuple[float, ...]
     peak_activations: tuple[float, ...]
     action_starts: tuple[tuple[float, ...], ...]
-
-    @property
-    def spans(self) -> tuple[float, ...]:
-        """Time from each rank's first action to its last."""
-        return tuple(
-            end - start for start, end in zip(self.starts, self.ends, strict=True)
-        )
 
     @property
     def bubble_makespan(self) -> float:
@@ -106,10 +97,6 @@ class CostTable:
 def simulate(schedule: Schedule, costs: PipelineCosts) -> Timing:
     """Times a schedule, compute only or lowered.
 
-    Args:
-        schedule: schedule to simulate.
-        costs: costs of its stages, in its placement.
-
     Raises:
         ConfigError: the costs are for another placement, an action is missing, twice,
             or on the wrong rank, or the schedule deadlocks.
@@ -124,7 +111,18 @@ def simulate(schedule: Schedule, costs: PipelineCosts) -> Timing:
     table = CostTable(costs)
     rows, count = encode(schedule), schedule.num_microbatches
     starts = run_rows(rows, table, count, schedule.is_lowered)
-    return _sum_up(rows, starts, table, count)
+    busy, spans = [], []
+    for row, times in zip(rows, starts, strict=True):
+        took = [table.durations[(code >> 3) // count * 8 + (code & 7)] for code in row]
+        busy.append(sum(took))
+        spans.append(times[-1] + took[-1] - times[0] if row else 0.0)
+    return Timing(
+        makespan=makespan_of(rows, starts, table, count),
+        spans=tuple(spans),
+        busy=tuple(busy),
+        peak_activations=tuple(peaks(rows, table, count)),
+        action_starts=tuple(map(tuple, starts)),
+    )
 
 
 def run_rows(
@@ -227,26 +225,6 @@ def peaks(rows: Rows, table: CostTable, count: int) -> list[float]:
     return found
 
 
-def _sum_up(
-    rows: Rows, starts: list[list[float]], table: CostTable, count: int
-) -> Timing:
-    durations = table.durations
-    busy, ends = [], []
-    for row, times in zip(rows, starts, strict=True):
-        lengths = [durations[(code >> 3) // count * 8 + (code & 7)] for code in row]
-        busy.append(sum(lengths))
-        ends.append(times[-1] + lengths[-1] if row else 0.0)
-    begun = [times[0] for times in starts if times]
-    return Timing(
-        makespan=max(ends) - min(begun),
-        starts=tuple(times[0] if times else 0.0 for times in starts),
-        ends=tuple(ends),
-        busy=tuple(busy),
-        peak_activations=tuple(peaks(rows, table, count)),
-        action_starts=tuple(map(tuple, starts)),
-    )
-
-
 def _lost(work: float, time: float) -> float:
     return 1.0 - work / time if time > 0 else 0.0
 
@@ -260,9 +238,7 @@ def _deadlock(rows: Rows, positions: Sequence[int], count: int) -> str:
         step = 1 if waiting.kind.value != "F" else -1
         needs = f"{'F' if step < 0 else 'I or B'} of stage {waiting.stage + step}"
         lines.append(
-            f"  rank {rank} stops at its action {position}, {waiting}: it needs the "
+            f"\n  rank {rank} stops at its action {position}, {waiting}: it needs the "
             f"{needs} on microbatch {waiting.microbatch}"
         )
-    return "the schedule deadlocks; each of these waits for another:\n" + "\n".join(
-        lines
-    )
+    return "the schedule deadlocks; each of these waits for another:" + "".join(lines)

@@ -18,7 +18,8 @@ from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.step import executor, stepping
+from elche.pipeline.step import executor
+from elche.pipeline.step.stepping import Stepping
 from tests.harness.rank_main import this_place
 
 WIDTH, STEPS, MICRO_BATCHES = 6, 6, 2
@@ -130,17 +131,17 @@ class _Reaper:
             self.maybe(self.where)
         return _exchange(peers, *given)
 
-    def outputs(self, *given: Any) -> Any:
+    def outputs(self, owner: Stepping, *given: Any) -> Any:
         """The victim does not send them; nor do others before they hear of it."""
         self.maybe(OUTPUTS)
-        peers = given[4]
-        if (self.step, OUTPUTS) in self.all and peers and peers.rank == given[3]:
+        peers, last = owner.communicator.peers, owner.parts.plan.schedule.placement[-1]
+        if (self.step, OUTPUTS) in self.all and peers and peers.rank == last:
             self.all.discard((self.step, OUTPUTS))
             peers.awaits_loss()
-        return _send_outputs(*given)
+        return _outputs(owner, *given)
 
 
-_exchange, _send_outputs = StagePeers.exchange, stepping.send_outputs
+_exchange, _outputs = StagePeers.exchange, Stepping._outputs
 
 
 def dying(deaths: Deaths) -> Survivor:
@@ -166,7 +167,7 @@ def dying(deaths: Deaths) -> Survivor:
     ):
         patch.setattr(executor._Run, "do", done)
         patch.setattr(StagePeers, "exchange", lambda *a: reaper.exchange(*a))
-        patch.setattr(stepping, "send_outputs", reaper.outputs)
+        patch.setattr(Stepping, "_outputs", lambda *a: reaper.outputs(*a))
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         found = Survivor(0, 0, [], [], {}, 0.0)
         for step, (x, y) in enumerate(batches()):

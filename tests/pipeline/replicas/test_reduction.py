@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elche.errors import CommunicationError, ConfigError
-from elche.pipeline.replicas import gradient_buckets
+from elche.pipeline.replicas import reduction
 from elche.pipeline.replicas.reduction import GradientReduction
 from elche.pipeline.replicas.replica_units import Unit
 from elche.pipeline.step.executor import StepInput, StepResults
@@ -153,7 +153,7 @@ def test_sums_begin_in_the_common_order() -> None:
 def test_large_gradients_travel_in_several_buckets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 40)
     group = Doubling()
     named = {str(index): learning(6) for index in range(3)}
     named["large"] = learning(30)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError, MismatchError
+from elche.pipeline.peers.communicator import common
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
     ReplicaShares,
-    check_grouping,
     group_ranks,
     read_shares,
 )
@@ -65,8 +65,11 @@ def test_replicas_that_are_no_number(replicas: object) -> None:
 
 
 def test_ranks_that_disagree_about_the_replicas() -> None:
-    with pytest.raises(MismatchError, match=r"rank 0 has \[\[0\], \[1\]\], rank 1 has"):
-        check_grouping([[[0], [1]], [[0, 1]]])
+    with pytest.raises(
+        MismatchError,
+        match=r"one assignment .* got \[\[\[0\], \[1\]\], \[\[0, 1\]\]\] by",
+    ):
+        common([[[0], [1]], [[0, 1]]], "assignment of ranks to replicas")
 
 
 def test_a_schedule_runs_on_the_ranks_of_its_replica() -> None:

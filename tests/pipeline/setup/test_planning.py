@@ -17,6 +17,7 @@ from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.planning import make_plan
 from elche.runtime.process.launchers import LaunchFacts
 from elche.schedule.actions import Schedule, parse_action
+from elche.schedule.formats import from_csv
 from elche.torch_internals.groups import STEPPED_IN_BACKWARD
 
 CONFIG = PipelineConfig()
@@ -67,6 +68,20 @@ def test_a_schedule_for_others_is_refused() -> None:
         make_plan(made, 4, 3, 4, CONFIG)
     with pytest.raises(ConfigError, match="is for 4 microbatches"):
         make_plan(made, 5, 2, 4, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0W0,0I0", "0W0: it comes before its I"),
+        ("0F0,0B0,0B0", "0B0: it is there twice"),
+        ("0F0,0F1,0B1", "lacks 0I0, 0W0"),
+    ],
+)
+def test_a_schedule_of_one_rank_is_checked(text: str, message: str) -> None:
+    made = from_csv(text)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(made, made.num_microbatches, 1, 2, CONFIG)
 
 
 def test_a_schedule_file_with_a_deadlock_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elche.comm.transport.messages import Message
-from elche.errors import ConfigError, ProtocolError
+from elche.errors import ConfigError
 from elche.pipeline.split_backward import split_modules
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
@@ -304,18 +304,3 @@ def test_a_stage_brings_its_own_backward() -> None:
     near(module.weight.grad, twin.weight.grad, "weight")
     for mine, other in zip(found, expected, strict=True):
         near(mine, other, "input")
-
-
-def test_actions_out_of_order_are_refused() -> None:
-    runner = runner_for(nn.Linear(6, 4))
-    runner.begin_step()
-    runner.keep(0, forward(runner, 0, torch.randn(2, 6)))
-    with pytest.raises(ProtocolError, match="before its input gradient"):
-        runner.backward_weight(0)
-    runner.backward_input(0, [torch.ones(2, 4)])
-    runner.backward_weight(0)
-    with pytest.raises(ProtocolError, match="has been through already"):
-        runner.backward_weight(0)
-    runner.keep(1, forward(runner, 1, torch.randn(2, 6)))
-    with pytest.raises(ProtocolError, match="never finished microbatches"):
-        runner.end_step()

@@ -15,7 +15,7 @@ from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.generators.critical_path import improve
-from elche.schedule.generators.list_scheduling import place_weights
+from elche.schedule.generators.list_scheduling import list_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     fits_placement,
@@ -91,11 +91,11 @@ def test_improving_and_placing_weights_keep_a_schedule_whole(
     schedule = make_schedule(name, costs, count)
     table, rows = CostTable(costs), encode(schedule)
     before = makespan_of(rows, run_rows(rows, table, count), table, count)
-    better = improve(rows, table, count, costs.limits, evaluations=10)
+    better = improve(rows, table, count, evaluations=10)
     assert rows == encode(schedule)
     ends = run_rows(better, table, count)
     assert makespan_of(better, ends, table, count) <= before * (1 + 1e-9)
-    placed = place_weights(rows, table, count, costs.limits)
+    placed = list_schedule(table, count, orders=rows)
     for changed in (better, placed):
         assert [sorted(row) for row in changed] == [sorted(row) for row in rows]
 

@@ -135,11 +135,11 @@ def assert_pairs_in_order(lowered: Schedule) -> None:
         ("0F0,0SEND_F0,0B0\n", "has but does not need 0SEND_F0"),
         (
             "0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
-            "0SEND_F0: what it sends has not been computed",
+            "if a send waits for its receive, .*0SEND_F0 needs 0F0",
         ),
         (
             "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n",
-            "1F0: its input has not come",
+            "if a send waits for its receive, .*1F0 needs 0SEND_F0",
         ),
     ],
 )

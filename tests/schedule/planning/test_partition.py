@@ -16,7 +16,6 @@ from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.planning.device_orders import ALL_ORDERS, device_orders
 from elche.schedule.planning.partition import (
     Partition,
-    Places,
     ProfileTable,
     best_partition,
     costs_of,
@@ -111,15 +110,19 @@ def every_partition(
 
 
 def fits_places(
-    table: ProfileTable, places: Places, found: Partition, used: tuple[int, ...]
+    table: ProfileTable,
+    devices: tuple[int, ...],
+    held: tuple[int, ...],
+    found: Partition,
+    used: tuple[int, ...],
 ) -> bool:
     bounds = found.boundaries
     for stage, place in enumerate(used):
-        device = places.devices[place]
+        device = devices[place]
         begin, end = bounds[stage], bounds[stage + 1]
         needed = table.state[end] - table.state[begin]
-        needed += places.held[place] * (table.activation[end] - table.activation[begin])
-        if needed > table.memory[device] / places.devices.count(device):
+        needed += held[place] * (table.activation[end] - table.activation[begin])
+        if needed > table.memory[device] / devices.count(device):
             return False
     return True
 
@@ -132,14 +135,13 @@ def test_exact_against_brute_force(
     indices = st.integers(0, len(profile.devices) - 1)
     devices = tuple(data.draw(st.lists(indices, min_size=1, max_size=4)))
     held = tuple(data.draw(st.integers(1, 3)) for _ in devices)
-    places = Places(devices=devices, held=held, may_be_empty=may_be_empty)
     assume(may_be_empty or len(devices) <= len(profile.layers))
     table = ProfileTable(profile, count)
-    found = best_partition(table, places)
+    found = best_partition(table, devices, held, may_be_empty)
     bounds = [
         sum_bound(table, each)
         for each, used in every_partition(len(profile.layers), devices, may_be_empty)
-        if fits_places(table, places, each, used)
+        if fits_places(table, devices, held, each, used)
     ]
     if found is None:
         assert bounds == []
@@ -160,7 +162,7 @@ def test_the_first_order_is_the_best_of_all(
         for each, _ in every_partition(len(profile.layers), order, may_be_empty=True)
     ]
     first = device_orders(table, held=1)[0]
-    found = best_partition(table, Places(devices=first, held=(1,) * len(first)))
+    found = best_partition(table, first, (1,) * len(first))
     assert found is not None
     assert sum_bound(table, found) == pytest.approx(min(bounds), abs=1e-9)
 
@@ -185,7 +187,7 @@ def test_the_bound_is_what_no_schedule_beats(
 ) -> None:
     order = tuple(data.draw(st.permutations(range(len(profile.devices)))))
     table = ProfileTable(profile, count)
-    found = best_partition(table, Places(devices=order, held=(1,) * len(order)))
+    found = best_partition(table, order, (1,) * len(order))
     assert found is not None
     costs = costs_of(table, found)
     bound = sum_bound(table, found)
@@ -215,10 +217,12 @@ def test_costs_keep_the_memory(
     costs = costs_of(table, chosen)
     timing = simulate(auto_schedule(costs, count), costs)
     for rank, device in enumerate(chosen.ranks):
-        needed = table.state_bytes(chosen)[rank] + timing.peak_activations[rank]
+        needed = (
+            table.held_bytes(table.state, chosen)[rank] + timing.peak_activations[rank]
+        )
         memory = profile.devices[device].memory_bytes
         assert needed <= memory
-        room = memory - table.state_bytes(chosen)[rank]
+        room = memory - table.held_bytes(table.state, chosen)[rank]
         assert room <= costs.limits[rank] <= room + 0.5
     assert Evaluator(table).step_s(chosen) >= link_bound(table, chosen)
 
@@ -231,7 +235,7 @@ def test_refining_never_makes_it_worse(
     table = ProfileTable(profile, count)
     order = tuple(range(len(profile.devices)))
     devices = order + order[::-1] if is_v else order
-    start = best_partition(table, Places(devices=devices, held=(1,) * len(devices)))
+    start = best_partition(table, devices, (1,) * len(devices))
     assume(start is not None)
     assert start is not None
     evaluator = Evaluator(table)
@@ -301,7 +305,7 @@ def test_orders_of_many_devices_are_sampled() -> None:
     assert all(sorted(order) == list(range(6)) for order in orders)
     bounds = []
     for order in orders:
-        found = best_partition(table, Places(devices=order, held=(1,) * 6))
+        found = best_partition(table, order, (1,) * 6)
         assert found is not None
         bounds.append(sum_bound(table, found))
     assert bounds == sorted(bounds)

@@ -18,10 +18,9 @@ from elche.errors import (
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.step.executor import StepInput, StepResults
+from elche.pipeline.step.executor import StepResults
 
 T = TypeVar("T")
-OF_ALL_REPLICAS = "the settings"
 
 
 class _RepeatCall(Exception):  # noqa: N818
@@ -129,13 +128,26 @@ class PipelineCommunicator:
 
     @contextmanager
     def ending_on_failure(self) -> Iterator[None]:
-        """Context in which an exception ends the pipeline on all ranks."""
+        """Context in which an exception ends the pipeline on all ranks.
+
+        A rank alone does not end: its next call may succeed.
+        """
         try:
             yield
         except Exception as error:
             is_survivable = self._is_repeated and isinstance(error, CommunicationError)
-            if not (is_survivable or isinstance(error, _RepeatCall)):
+            is_final = not (is_survivable or isinstance(error, _RepeatCall))
+            if is_final and self.peers is not None:
                 self.fail(error)
+            raise
+
+    @contextmanager
+    def closing_on_failure(self) -> Iterator[None]:
+        """Context in which all ranks raise the same exception, and close."""
+        try:
+            yield
+        except Exception:
+            self.close()
             raise
 
     def fail(self, error: BaseException) -> None:
@@ -152,28 +164,27 @@ class PipelineCommunicator:
             self.peers.close()
 
     def gather(self, make: Callable[[], Any], what: str) -> list[Any]:
-        """Sends `make`'s result to all ranks, and returns all results in rank order.
+        """Sends the result of `make` to all ranks, and returns those of all, in order.
 
-        Args:
-            make: makes a value that the control channel can send.
-            what: description for errors.
+        The result must suit the control channel; `what` describes the call for errors.
 
         Raises:
             ConfigError: another rank failed; errors of this rank's `make` are raised as
                 they are. The pipeline has ended.
         """
-        try:
+        with self.closing_on_failure():
             return self.agree(make, what)
-        except Exception:
-            self.close()
-            raise
 
-    def agree(self, make: Callable[[], Any], what: str) -> list[Any]:
+    def agree(
+        self, make: Callable[[], Any], what: str, begins: bool = False
+    ) -> list[Any]:
         """Like `gather`, but leaves the pipeline open after an error.
 
+        Where a call only `begins`, errors name their rank: all ranks raise the first
+        ConfigError as it is.
+
         Raises:
-            ConfigError: another rank failed; errors of this rank's `make` are raised as
-                they are.
+            ConfigError: as in `gather`.
             MismatchError: another rank calls another method.
         """
         made, raised, error = None, None, ""
@@ -181,21 +192,25 @@ class PipelineCommunicator:
             made = make()
         except Exception as problem:
             raised, error = problem, f"{type(problem).__name__}: {problem}"
-        reports = self.exchange([what, error, made], what)
-        check_same_call(reports, what)
+            if begins and isinstance(problem, ConfigError):
+                raised, error = None, str(problem) or error
+        wait = f"the begin of {what}" if begins else what
+        reports = self.exchange([what, error, made], wait)
+        if any(one[0] != what for one in reports):
+            calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(reports))
+            raise MismatchError(f"ranks call different methods: {calls}")
         if raised is not None:
             raise raised
         for rank, (_, text, _) in enumerate(reports):
             if text:
-                raise ConfigError(f"rank {rank} failed in {what}: {text}")
+                by = "" if begins else f"rank {rank} failed in {what}: "
+                raise ConfigError(f"{by}{text}")
         return [value for _, _, value in reports]
 
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
         """Builds on every rank, and raises on all if one fails, or they differ.
 
-        Args:
-            build: builds this rank's part.
-            groups: the replicas; each may run its own schedule.
+        Each replica may run its own schedule.
 
         Raises:
             ConfigError: a rank cannot build its stages.
@@ -209,40 +224,27 @@ class PipelineCommunicator:
             made.append(build())
             return made[0].describe()
 
-        described = self.gather(describe, "building the stages")
-        try:
+        with self.closing_on_failure():
+            described = self.agree(describe, "building the stages")
             for rank in range(len(described)):
                 _compare(described, rank, groups)
-            self._open_devices(self.peers, made[0])
-        except Exception:
-            self.close()
-            raise
+            placement, given = made[0].plan.schedule.placement, made[0].given
+            edges = [{*pair} for pair in pairwise(placement) if self.rank in pair]
+            partners = frozenset[int]().union(*edges) - {self.rank}
+            if given.config.transport != "gloo":
+                self.peers.open_devices(given.device, partners, self._timeout_s)
         return made[0]
-
-    def _open_devices(self, peers: StagePeers, parts: Parts) -> None:
-        if parts.given.config.transport == "gloo":
-            return
-        placement = parts.plan.schedule.placement
-        edges = [{*pair} for pair in pairwise(placement) if self.rank in pair]
-        partners = frozenset[int]().union(*edges) - {self.rank}
-        peers.open_devices(parts.given.device, partners, self._timeout_s)
 
     def run(
         self,
-        carry_out: Callable[[StepInput], StepResults],
-        given: StepInput,
+        carry_out: Callable[[], StepResults],
         wants_cut: Callable[[], bool] = lambda: False,
     ) -> tuple[StepResults, list[list[float]], bool]:
         """Carries out a step, after which every rank knows that all ranks succeeded.
 
-        Args:
-            carry_out: carries out this rank's part.
-            given: input of `carry_out`.
-            wants_cut: called after `carry_out`.
-
         Returns:
             This rank's results, each rank's microbatch losses, and rank 0's result of
-            `wants_cut`.
+            `wants_cut`, which is called after `carry_out`.
 
         Raises:
             RemoteRankError: another rank failed; errors of this rank are raised as they
@@ -250,35 +252,31 @@ class PipelineCommunicator:
             CommunicationError: a rank has disconnected or is late; the pipeline has
                 ended.
         """
-        if self.peers is None:
-            results = carry_out(given)
-            return results, [_losses(results)], wants_cut()
         with self.ending_on_failure():
-            results = carry_out(given)
-            report = [_losses(results), wants_cut()]
-            reports = self.exchange(report, "the end of the step")
+            results = carry_out()
+            mine = [float(results.losses[index]) for index in sorted(results.losses)]
+            reports = self.exchange([mine, wants_cut()], "the end of the step")
         return results, [losses for losses, _ in reports], reports[0][1]
 
 
-def _losses(results: StepResults) -> list[float]:
-    return [float(results.losses[index]) for index in sorted(results.losses)]
-
-
-def check_same_call(reports: Sequence[Sequence[Any]], what: str) -> None:
-    """Raises unless all ranks call the same method, by the first item of each report.
+def common(by_rank: Sequence[T], name: str) -> T:
+    """Returns the value that all ranks have.
 
     Raises:
-        MismatchError: ranks call different methods.
+        MismatchError: ranks have different values.
     """
-    if any(one[0] != what for one in reports):
-        calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(reports))
-        raise MismatchError(f"ranks call different methods: {calls}")
+    if any(one != by_rank[0] for one in by_rank):
+        raise MismatchError(
+            f"expected one {name} on all ranks, got {list(by_rank)} by rank; run the "
+            "same script with the same settings everywhere"
+        )
+    return by_rank[0]
 
 
 def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None:
     own = groups.ranks[groups.replica_of(rank)]
     for name, theirs in described[rank]:
-        first = 0 if name == OF_ALL_REPLICAS else own[0]
+        first = 0 if name == "the settings" else own[0]  # those of all replicas
         mine = dict(described[first]).get(name, "nothing")
         if mine != theirs:
             raise MismatchError(

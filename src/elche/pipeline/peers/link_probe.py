@@ -27,11 +27,6 @@ def measure_links(
     Ranks that share memory have no link: `LayerTimes.message_s` is their message's
     time.
 
-    Args:
-        peers: connections to all ranks; None without other ranks.
-        members: ranks of the pipeline.
-        timeout_s: deadline (s) of each wait.
-
     Returns:
         Per link the places of its two ranks in `members`, latency (s), and bytes per
         second.

@@ -123,16 +123,9 @@ class StagePeers:
         members: Sequence[int],
         timeout_s: float,
     ) -> StagePeers:
-        group = Group.form(
-            Waits(channel, placement.rank, name),
-            placement.rank,
-            placement.world_size,
-            name,
-            placement.listen,
-            timeout_s + BEYOND_S,
-        )
+        waits, ranks = Waits(channel, placement.rank, name), range(len(members))
+        group = _group(waits, placement, ranks, name, timeout_s)
         peers = StagePeers(placement, channel, group, name, members)
-        group.check = peers.waits.check
         try:  # shared memory to ranks on this host, gloo to the others
             memory = open_message_memory(
                 *(placement.rank, placement.world_size),
@@ -194,12 +187,7 @@ class StagePeers:
             StagePeers.join(placement, _DECLINE_S).fail(error)
 
     def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
-        """Sends a value to all ranks, and returns all ranks' values in rank order.
-
-        Args:
-            value: a value that msgpack can write.
-            timeout_s: deadline (s).
-            what: description for errors.
+        """Sends a value for msgpack to all ranks, and returns those of all, in order.
 
         Raises:
             DeadlineError: a rank was late.
@@ -251,34 +239,22 @@ class StagePeers:
     ) -> dict[tuple[int, ...], Group]:
         """Forms process groups of subsets of the ranks, for collectives; call it once.
 
-        Args:
-            wanted: ranks of each group, ascending; the same on all ranks.
-            shares: whether this rank may share memory with others on its host.
-            timeout_s: deadline (s) of forming each group.
+        All ranks give the same subsets, each ascending. `shares` tells whether this
+        rank may share memory with others on its host.
 
         Returns:
             The groups that contain this rank, by ranks. They close with the pipeline.
-
-        Raises:
-            CommunicationError: a group's ranks did not connect.
         """
         groups = {}
         # In the same order on all ranks: forming waits for all ranks of a group.
         for ranks in sorted(set(wanted)):
             if self.rank not in ranks:
                 continue
-            named = ",".join(map(str, ranks))
-            groups[ranks] = Group.form(
-                self.waits,
-                ranks.index(self.rank),
-                len(ranks),
-                f"{self._name}/{named}",
-                self._placement.listen,
-                timeout_s + BEYOND_S,
-            )
-            groups[ranks].shares_host = agree_to_share(groups[ranks], shares)
-            groups[ranks].check = self.waits.check
-            self._subgroups.append(groups[ranks])
+            name = f"{self._name}/{','.join(map(str, ranks))}"
+            made = _group(self.waits, self._placement, ranks, name, timeout_s)
+            self._subgroups.append(made)
+            made.shares_host = agree_to_share(made, shares)
+            groups[ranks] = made
         return groups
 
     def open_devices(
@@ -289,12 +265,7 @@ class StagePeers:
     ) -> None:
         """Sends step tensors from device to device if all ranks support it.
 
-        Call it on every rank.
-
-        Args:
-            device: this rank's device.
-            partners: ranks that share a pipeline edge with this rank.
-            timeout_s: deadline (s) of forming the device group.
+        Call it on every rank, with the ranks that share a pipeline edge with it.
 
         Raises:
             CommunicationError: the ranks did not connect.
@@ -322,7 +293,7 @@ class StagePeers:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Waits for a collective of some ranks.
+        """Waits for a collective of some ranks; raises as `Waits.until` does.
 
         Args:
             poll: returns True when the collective is complete.
@@ -330,11 +301,6 @@ class StagePeers:
             ranks: participating ranks.
             what: description for errors.
             timeout_s: deadline (s).
-
-        Raises:
-            DeadlineError: the collective is late; the message names the late ranks.
-            CommunicationError: a connection has failed.
-            RemoteRankError: the run has ended.
         """
 
         def look() -> bool:
@@ -387,3 +353,17 @@ class StagePeers:
             group.close()
         if self._devices is not None:
             self._devices.close()  # last: the others have been notified
+
+
+def _group(
+    waits: Waits,
+    placement: Placement,
+    ranks: Sequence[int],
+    name: str,
+    timeout_s: float,
+) -> Group:
+    """Forms a process group of some ranks, whose waits raise when the run ends."""
+    place, deadline_s = ranks.index(placement.rank), timeout_s + BEYOND_S
+    group = Group.form(waits, place, len(ranks), name, placement.listen, deadline_s)
+    group.check = waits.check
+    return group

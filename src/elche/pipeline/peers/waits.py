@@ -91,14 +91,10 @@ class Waits:
     def store_get(self, key: str, timeout_s: float) -> bytes:
         """Waits for another rank's published value; raises if the run ends.
 
-        Args:
-            key: key of the value.
-            timeout_s: gloo's deadline (s), `BEYOND_S` later than ours.
+        `timeout_s` is gloo's deadline, `BEYOND_S` later than ours.
 
         Raises:
-            RemoteRankError: another rank has failed meanwhile.
-            CommunicationError: the coordinator has disconnected.
-            DeadlineError: the value was not published in time.
+            DeadlineError: the value was not published in time. Others as `check`.
         """
         timeout_s -= BEYOND_S
         until_s = time.monotonic() + timeout_s
@@ -219,11 +215,7 @@ class Waits:
             return ""
 
     def report(self, text: str) -> None:
-        """Reports progress: a rank that waits for this one begins its deadline again.
-
-        Args:
-            text: what this rank has done; "" ends the report.
-        """
+        """Reports progress, "" at its end; ranks that wait for this one wait anew."""
         now_s = time.monotonic()
         if not text or now_s - self._reported_s > REPORT_EVERY_S:
             self._reported_s = now_s

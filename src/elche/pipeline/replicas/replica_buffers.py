@@ -18,7 +18,7 @@ from torch import nn
 
 from elche.comm.transport.process_group import Group
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.replicas.gradient_buckets import as_numbers
+from elche.pipeline.replicas.reduction import as_numbers
 
 
 @final
@@ -56,24 +56,19 @@ class SharedBuffers:
     def average(self, peers: StagePeers, timeout_s: float) -> None:
         """Makes the buffers equal on all ranks, which must all call it.
 
-        Raises:
-            DeadlineError: a rank was late.
-            CommunicationError: a connection has failed.
+        Raises as `StagePeers.wait` does.
         """
         me = self.ranks.index(peers.rank)
         buffers = self._now()
-        changed = torch.zeros(
-            len(buffers), len(self.ranks), dtype=torch.float64, device="cpu"
-        )
+        size = len(buffers), len(self.ranks)
+        changed = torch.zeros(size, dtype=torch.float64, device="cpu")
         for index, (now, before) in enumerate(zip(buffers, self._before, strict=True)):
             changed[index, me] = not _same(now, before)
         self._sum(changed, peers, timeout_s)
         moved = [index for index, row in enumerate(changed.tolist()) if any(row)]
         if not moved:
             return
-        shares = [
-            _share(buffers[index], changed[index].tolist(), me) for index in moved
-        ]
+        shares = [_share(buffers[i], changed[i].tolist(), me) for i in moved]
         flat = torch.cat(shares)
         self._sum(flat, peers, timeout_s)
         parts = flat.split([share.numel() for share in shares])
@@ -101,6 +96,5 @@ def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
 
 def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
     """True if the tensors are equal, with NaN in the same places."""
-    if torch.equal(now, before):
-        return True
-    return bool(torch.all((now == before) | ((now != now) & (before != before))))
+    is_same = (now == before) | ((now != now) & (before != before))
+    return torch.equal(now, before) or bool(is_same.all())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from elche.errors import ConfigError, MismatchError
+from elche.errors import ConfigError
 from elche.pipeline.step.outputs import microbatch_sizes
 from elche.schedule.actions import Schedule
 
@@ -49,18 +49,11 @@ class ReplicaGroups:
     def without_lost(
         self, schedule: Schedule, kept: Sequence[int]
     ) -> tuple[ReplicaGroups, Schedule]:
-        """Groups and this replica's placed schedule, with the ranks numbered anew.
-
-        Args:
-            schedule: the schedule, see `placed`.
-            kept: former numbers of the ranks that are left.
-        """
+        """Groups and this replica's `placed` schedule, with ranks numbered anew."""
         number = {rank: new for new, rank in enumerate(kept)}
         groups = (members for members in self.ranks if members[0] in number)
         ranks = tuple(tuple(number[rank] for rank in members) for members in groups)
-        placement = tuple(number[rank] for rank in schedule.placement)
-        actions = tuple(schedule.actions[rank] for rank in kept)
-        placed = replace(schedule, placement=placement, actions=actions)
+        placed = _renumbered(schedule, number, len(kept))
         return ReplicaGroups(ranks, number[self.rank]), placed
 
     def placed(self, schedule: Schedule) -> Schedule:
@@ -68,22 +61,26 @@ class ReplicaGroups:
 
         Ranks of other replicas get no actions.
         """
-        count = sum(len(members) for members in self.ranks)
-        rows: list[tuple[Any, ...]] = [()] * count
-        for rank, row in zip(self.members, schedule.actions, strict=True):
-            rows[rank] = row
-        placement = tuple(self.members[seat] for seat in schedule.placement)
-        return replace(schedule, placement=placement, actions=tuple(rows))
+        number = dict(enumerate(self.members))
+        return _renumbered(schedule, number, sum(map(len, self.ranks)))
+
+
+def _renumbered(
+    schedule: Schedule, number: Mapping[int, int], num_ranks: int
+) -> Schedule:
+    """Maps ranks to new numbers; other new ranks get no actions."""
+    rows: list[tuple[Any, ...]] = [()] * num_ranks
+    for rank, new in number.items():
+        rows[new] = schedule.actions[rank]
+    placement = tuple(number[rank] for rank in schedule.placement)
+    return replace(schedule, placement=placement, actions=tuple(rows))
 
 
 def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups:
     """Assigns the ranks to the replicas.
 
-    Args:
-        replicas: number of replicas, each with equally many consecutive ranks; or the
-            ranks of each replica in the order of its pipeline.
-        rank: this rank.
-        world_size: number of ranks of the run.
+    `replicas` is their number, with equally many consecutive ranks each; or the ranks
+    of each replica in the order of its pipeline.
 
     Raises:
         ConfigError: the ranks do not divide evenly, or a rank belongs to no replica or
@@ -98,8 +95,7 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
                 "the ranks of each replica, such as replicas=[[0, 1], [2]]"
             )
         starts = range(0, world_size, each)
-        ranks = tuple(tuple(range(start, start + each)) for start in starts)
-        return ReplicaGroups(ranks, rank)
+        replicas = [range(start, start + each) for start in starts]
     ranks = tuple(tuple(members) for members in replicas)
     if sorted(one for members in ranks for one in members) != list(range(world_size)):
         raise ConfigError(
@@ -107,21 +103,6 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
             f"replicas={[list(members) for members in ranks]}"
         )
     return ReplicaGroups(ranks, rank)
-
-
-def check_grouping(reports: Sequence[Any]) -> None:
-    """Raises unless all ranks have reported the same groups.
-
-    Raises:
-        MismatchError: ranks have reported different groups.
-    """
-    for rank, theirs in enumerate(reports):
-        if theirs != reports[0]:
-            raise MismatchError(
-                f"ranks disagree about the replicas: rank 0 has {reports[0]}, rank "
-                f"{rank} has {theirs}; run the same script with the same settings "
-                "everywhere"
-            )
 
 
 @dataclass(frozen=True)

@@ -59,51 +59,33 @@ class Unit:
 def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> None:
     """Raises unless all replicas hold the same layers.
 
-    Args:
-        held: layers of each rank.
-        groups: the replicas.
-
     Raises:
         MismatchError: replicas differ, the message names where. The same on every rank.
     """
-    replicas = [
-        {layer.index: (rank, layer) for rank in members for layer in held[rank]}
+    first, *others = (
+        {layer.index: (rank, layer.tensors) for rank in members for layer in held[rank]}
         for members in groups.ranks
-    ]
-    first = replicas[0]
-    for number, other in enumerate(replicas[1:], 1):
+    )
+    for number, other in enumerate(others, 1):
         if first.keys() != other.keys():
             raise MismatchError(
                 f"replicas disagree about the model: replica 0 has {len(first)} "
                 f"layers, replica {number} has {len(other)}; give all the same model"
             )
         for index in sorted(first):
-            difference = _difference(first[index], other[index])
-            if difference:
-                raise MismatchError(
-                    f"replicas disagree about layer {index}: {difference} in replica "
-                    f"{number}; give all the same model"
-                )
-
-
-def _difference(first: tuple[int, HeldLayer], other: tuple[int, HeldLayer]) -> str:
-    mine, theirs = first[1].tensors, other[1].tensors
-    nothing = "is not there"
-    for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name):
-            return (
-                f"{name} {mine.get(name, nothing)} on rank {first[0]} of replica 0, "
-                f"and {theirs.get(name, nothing)} on rank {other[0]}"
-            )
-    return ""
+            (rank, mine), (there, theirs) = first[index], other[index]
+            for name in sorted(mine.keys() | theirs.keys()):
+                one, two = (have.get(name, "is not there") for have in (mine, theirs))
+                if one != two:
+                    raise MismatchError(
+                        f"replicas disagree about layer {index}: {name} {one} on rank "
+                        f"{rank} of replica 0, and {two} on rank {there} in replica "
+                        f"{number}; give all the same model"
+                    )
 
 
 def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[Unit]:
-    """Groups trainable parameters into units; the same on every rank.
-
-    Args:
-        held: layers of each rank.
-        role: role of the parameters, if other than trainable.
+    """Groups parameters of a role into units; the same on every rank.
 
     Returns:
         Units sorted by ranks, then by when they are complete on the first of these

@@ -10,7 +10,7 @@ embedding, treat it the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import final
 
@@ -19,16 +19,13 @@ from torch import nn
 
 from elche.comm.transport.messages import Message
 from elche.comm.transport.shared_memory import may_share_memory
-from elche.errors import MismatchError
-from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.peers.communicator import PipelineCommunicator, common
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.reduction import GradientReduction
 from elche.pipeline.replicas.replica_buffers import SharedBuffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
     ReplicaGroups,
-    ReplicaShares,
-    check_grouping,
     group_ranks,
 )
 from elche.pipeline.replicas.replica_units import (
@@ -42,7 +39,6 @@ from elche.pipeline.replicas.replica_units import (
 )
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
-from elche.pipeline.step.executor import StepInput, StepResults
 from elche.runtime.process.environment import Placement
 
 
@@ -55,19 +51,15 @@ def agree_on_groups(
         ConfigError: see `group_ranks`; on every rank.
         MismatchError: ranks have specified different replicas; on every rank.
     """
-    made: list[ReplicaGroups] = []
 
     def ranks() -> list[list[int]]:
-        made.append(group_ranks(replicas, placement.rank, placement.world_size))
-        return [list(members) for members in made[0].ranks]
+        made = group_ranks(replicas, placement.rank, placement.world_size)
+        return [list(members) for members in made.ranks]
 
-    reports = communicator.gather(ranks, "sharing out the ranks among replicas")
-    try:
-        check_grouping(reports)
-    except MismatchError:
-        communicator.close()
-        raise
-    return made[0]
+    with communicator.closing_on_failure():
+        reports = communicator.agree(ranks, "sharing out the ranks among replicas")
+        found = common(reports, "assignment of ranks to replicas")
+    return ReplicaGroups(tuple(map(tuple, found)), placement.rank)
 
 
 @final
@@ -99,15 +91,8 @@ class Replicas:
     ) -> Replicas:
         """Makes parameters that several ranks hold equal, and connects these ranks.
 
-        Call it on all ranks. Copies the first replica's values.
-
-        Args:
-            groups: ranks of each replica.
-            parts: this rank's stages and plan.
-            communicator: connections to all ranks.
-            timeout_s: deadline (s) of each wait.
-            are_equal: whether they are equal, or will be at the end of a call that some
-                ranks have ended already.
+        Call it on all ranks. Copies the first replica's values, unless they are equal
+        already, or will be at the end of a call that some ranks have ended.
 
         Raises:
             MismatchError: replicas have different models; on every rank.
@@ -197,15 +182,6 @@ class Replicas:
             for members in self.groups.ranks
         ]
 
-    def training(
-        self, carry_out: Callable[[StepInput], StepResults], shares: ReplicaShares
-    ) -> Callable[[StepInput], StepResults]:
-        """Wraps this rank's part of a step with the gradient reduction."""
-        reduction, has_batch = self.reduction, bool(shares.mine)
-        if reduction is None:
-            return carry_out
-        return lambda given: reduction.run(carry_out, given, has_batch)
-
 
 def _agree_on_layers(
     groups: ReplicaGroups,
@@ -221,38 +197,27 @@ def _agree_on_layers(
     report = [parts.plan.schedule.num_microbatches, mine]
     reports = communicator.exchange(report, "comparing the replicas")
     held = [[HeldLayer(*one) for one in layers] for _, layers in reports]
-    try:
+    with communicator.closing_on_failure():
         check_equal(held, groups)
-    except MismatchError:
-        communicator.close()
-        raise
     return held, [count for count, _ in reports]
 
 
 def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
     """Name of the first use of shared parameters, by layer and own name."""
-    layers = parts.given.layers
-    names = {}
-    for uses in parts.given.ties:
-        names.update(dict.fromkeys(uses, layers.name_of(*uses[0])))
-    return names
+    layers, ties = parts.given.layers, parts.given.ties
+    return {use: layers.name_of(*uses[0]) for uses in ties for use in uses}
 
 
 def _describe(
     parts: Parts, index: int, layer: Layer, names: dict[tuple[int, str], str]
 ) -> HeldLayer:
     stage = next(s for s in parts.stages if index in parts.plan.layers_of(s))
-    parameters = layer.module.named_parameters()
-    held: list[tuple[str, torch.Tensor, str]] = [
-        (n, p, LEARNS if p.requires_grad else FROZEN) for n, p in parameters
-    ]
-    held += [(n, b, BUFFER) for n, b in layer.module.named_buffers()]
-    tensors = {
-        names.get((index, own), layer.prefixed(own)): (
-            f"{role} {list(one.shape)} {one.dtype}"
-        )
-        for own, one, role in held
-    }
+    buffers = dict(layer.module.named_buffers())
+    tensors = {}
+    for own, one in (*layer.module.named_parameters(), *buffers.items()):
+        role = BUFFER if own in buffers else LEARNS if one.requires_grad else FROZEN
+        name = names.get((index, own), layer.prefixed(own))
+        tensors[name] = f"{role} {list(one.shape)} {one.dtype}"
     return HeldLayer(index, stage, parts.executor.finished_at(stage), tensors)
 
 

@@ -70,7 +70,7 @@ def make_plan(
         )
     if made.is_lowered:
         check_deadlock_free(made)
-    elif num_ranks > 1:
+    else:
         costs = config.costs if isinstance(config.costs, PipelineCosts) else None
         fits = costs is not None and costs.placement == made.placement
         made = lower(made, costs if fits else None)

@@ -18,11 +18,11 @@ from typing import Any, final
 import torch
 
 from elche.comm.transport.messages import Message
-from elche.errors import ConfigError, ProtocolError
+from elche.errors import ConfigError
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.split_backward.split_modules import SplitModules
 from elche.pipeline.split_backward.weight_gradients import WeightGradients
-from elche.pipeline.stage import Stage, changes_in_place
+from elche.pipeline.stage import Stage
 from elche.pipeline.trees import flatten, unflatten
 from elche.runtime.emulation import (
     FORWARD_FRACTION,
@@ -41,12 +41,13 @@ class _Flight:
     is_split: bool
     emulated_s: float = 0.0
     weight_s: float = 0.0
-    input_is_done: bool = False
 
 
 @final
 class StageBackward:
     """Runs a stage on microbatches.
+
+    The order of its actions is the schedule's, which `check_schedule` has proven.
 
     Args:
         stage: the stage.
@@ -68,7 +69,9 @@ class StageBackward:
         self._modules = SplitModules(stage.split_modules, self._store)
         self._own = stage.own_backward
         self._splits = splits and self._own is None
-        self._copies_input = changes_in_place(stage)
+        # A layer may change its input, as nn.ReLU(inplace=True) declares.
+        modules = stage.named_modules().values()
+        self._copies_input = any(getattr(m, "inplace", False) is True for m in modules)
         self._flights: dict[int, _Flight] = {}
 
     @property
@@ -93,19 +96,13 @@ class StageBackward:
             self._modules.begin_step()
 
     def end_step(self) -> None:
-        """Checks that every microbatch is complete.
+        """Checks that no weight gradient is pending.
 
         Raises:
-            ProtocolError: the schedule left a microbatch incomplete.
             ContributionError: weight gradients were never computed.
         """
         if self.guard is not None:
             self.guard.end_step()
-        if self._flights:
-            raise ProtocolError(
-                f"stage {self.stage.index}: the schedule never finished microbatches "
-                f"{sorted(self._flights)}"
-            )
 
     def forward(
         self,
@@ -115,12 +112,6 @@ class StageBackward:
         is_split: bool,
     ) -> Any:
         """Runs forward under autograd.
-
-        Args:
-            microbatch: index of the microbatch.
-            given: the input message.
-            keywords: arguments for the layers.
-            is_split: whether W runs separately from I.
 
         Returns:
             Output of the last layer, for :meth:`keep`.
@@ -187,13 +178,7 @@ class StageBackward:
         Raises:
             ContributionError: a parameter's gradient is lost.
         """
-        flight = self._flight(microbatch)
-        if flight.input_is_done:
-            raise ProtocolError(
-                f"stage {self.stage.index}: the backward of microbatch {microbatch} "
-                "has already run"
-            )
-        flight.input_is_done, begin_s = True, time.perf_counter()
+        flight, begin_s = self._flights[microbatch], time.perf_counter()
         if self._own is not None:
             found = list(self._own.backward_input(microbatch, tuple(gradients)))
             if self.guard is not None:
@@ -216,14 +201,7 @@ class StageBackward:
         Raises:
             ContributionError: a parameter's gradient is lost.
         """
-        flight = self._flight(microbatch)
-        if not flight.input_is_done:
-            raise ProtocolError(
-                f"stage {self.stage.index}: the weight gradient of microbatch "
-                f"{microbatch} before its input gradient"
-            )
-        del self._flights[microbatch]
-        end_s = time.perf_counter() + flight.weight_s
+        end_s = time.perf_counter() + self._flights.pop(microbatch).weight_s
         if self._own is not None:
             self._own.backward_weight(microbatch)
         else:
@@ -243,15 +221,6 @@ class StageBackward:
         learning = [tensor for tensor, needed in pairs if needed]
         samples = num_samples(learning or given.tensors, {})
         return len(self.stage.layers) * self._emulation.pass_s(samples)
-
-    def _flight(self, microbatch: int) -> _Flight:
-        flight = self._flights.get(microbatch)
-        if flight is None:
-            raise ProtocolError(
-                f"stage {self.stage.index}: backward of microbatch {microbatch}, "
-                "which has no forward, or has been through already"
-            )
-        return flight
 
     def _autograd(
         self,

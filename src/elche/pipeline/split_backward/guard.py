@@ -70,10 +70,8 @@ class ContributionGuard:
     ) -> None:
         """Checks a microbatch after its backward; weight gradients may be deferred.
 
-        Args:
-            microbatch: index of the microbatch.
-            roots: autograd nodes of the outputs.
-            deferred: weights and biases whose gradient is deferred.
+        `roots` are the autograd nodes of the outputs, `deferred` the weights and biases
+        whose gradient is deferred.
 
         Raises:
             ContributionError: a parameter got no gradient though an output depends on

@@ -23,13 +23,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from elche.pipeline.split_backward.guard import has_user_hooks
-from elche.pipeline.split_backward.operations import (
+from elche.pipeline.split_backward.weight_gradients import (
     LINEAR,
     TRANSPOSED_LINEAR,
+    WeightGradients,
     convolution,
+    defer,
     embedding,
 )
-from elche.pipeline.split_backward.weight_gradients import WeightGradients, defer
 from elche.torch_internals.held import held_parameters, hooks_seen_by
 from elche.torch_internals.passes import attention_with, is_compiled
 

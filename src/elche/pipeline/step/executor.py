@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 
@@ -228,9 +228,15 @@ class _Run:
 
     def do(self, one: StageAction) -> None:
         """Carries out one action."""
-        act = self._DO.get(one.kind)
-        if act is not None:
-            act(self, one)
+        kind = one.kind
+        if kind is Kind.FORWARD:
+            self._forward(one)
+        elif kind in (Kind.SEND_F, Kind.SEND_B):
+            self._send(one)
+        if kind in (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD):
+            self._backward_input(one)
+        if kind in (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD):
+            self._owner.stages[one.stage].backward_weight(one.microbatch)
 
     def _forward(self, one: StageAction) -> None:
         stage, microbatch = one.stage, one.microbatch
@@ -284,7 +290,7 @@ class _Run:
 
     def _input(self, one: StageAction) -> Message:
         if one.stage > 0:
-            return self._incoming(one, one.stage - 1, 0, Kind.RECV_F)
+            return self._incoming(one, one.stage - 1, Kind.RECV_F)
         value = self.given.inputs[one.microbatch]
         tensors, structure = flatten(value, "the batch")
         wanted = self.given.input_gradients
@@ -293,11 +299,11 @@ class _Run:
         )
         return Message(tuple(tensors), structure, needs)
 
-    def _incoming(self, one: StageAction, stage: int, way: int, kind: Kind) -> Message:
+    def _incoming(self, one: StageAction, stage: int, kind: Kind) -> Message:
         """Input of this action from another stage, moved to this rank's device."""
         owner = self._owner
         if owner.schedule.placement[stage] == owner.rank:
-            return self._outgoing.pop((stage, way, one.microbatch))
+            return self._outgoing.pop((stage, _DIRECTIONS[kind], one.microbatch))
         address = owner.address(StageAction(one.stage, kind, one.microbatch))
         assert owner.transport is not None, "the schedule is for as many ranks as run"
         message = owner.transport.receive(address, self.given.timeout_s)
@@ -312,7 +318,7 @@ class _Run:
 
     def _gradients(self, one: StageAction) -> list[torch.Tensor | None]:
         if one.stage < self._last_stage:
-            message = self._incoming(one, one.stage + 1, 1, Kind.RECV_B)
+            message = self._incoming(one, one.stage + 1, Kind.RECV_B)
             tensors = iter(message.tensors)
             return [next(tensors) if there else None for there in message.needs_grad]
         loss = self.results.losses[one.microbatch]
@@ -327,21 +333,3 @@ class _Run:
         there = tuple(gradient is not None for gradient in found)
         tensors = tuple(gradient for gradient in found if gradient is not None)
         self._outgoing[one.stage, 1, one.microbatch] = Message(tensors, None, there)
-
-    def _backward_weight(self, one: StageAction) -> None:
-        self._owner.stages[one.stage].backward_weight(one.microbatch)
-
-    def _full_backward(self, one: StageAction) -> None:
-        self._backward_input(one)
-        self._backward_weight(one)
-
-    # Plain functions: bound methods stored in the object would be a reference cycle,
-    # which keeps the step's batch and outputs alive until the garbage collector runs.
-    _DO: ClassVar[Mapping[Kind, Callable[[_Run, StageAction], None]]] = {
-        Kind.FORWARD: _forward,
-        Kind.BACKWARD_INPUT: _backward_input,
-        Kind.BACKWARD_WEIGHT: _backward_weight,
-        Kind.FULL_BACKWARD: _full_backward,
-        Kind.SEND_F: _send,
-        Kind.SEND_B: _send,
-    }

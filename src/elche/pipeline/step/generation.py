@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -152,25 +152,20 @@ class Generation:
 
     def _outputs(self, made: torch.Tensor) -> Any:
         """The model's output for the sequences, on the rank of the last stage."""
+        call = Call("generate", outputs="last", make_batch=lambda: self._batch(made))
         if self._caches is None:
-            return self._whole(made)
+            return self.stepping.evaluate(call).outputs
         done = self._cached_positions
 
         def behind() -> Any:
             return _behind(self._batch(made), made.shape, done, self._fixed)
 
-        call = Call(what="generate", outputs="last", make_batch=behind)
-        found = self.stepping.evaluate(call, self._caches).outputs
+        of_new = replace(call, make_batch=behind)
+        found = self.stepping.evaluate(of_new, self._caches).outputs
         self._cached_positions = made.shape[1]
         if self._form in self._variants.proven:
             return found
-        return self._prove(found, self._whole(made))
-
-    def _whole(self, made: torch.Tensor) -> Any:
-        call = Call(
-            what="generate", outputs="last", make_batch=lambda: self._batch(made)
-        )
-        return self.stepping.evaluate(call).outputs
+        return self._prove(found, self.stepping.evaluate(call).outputs)
 
     def _prove(self, found: Any, wanted: Any) -> Any:
         """Compares the logits with those of an uncached run, and returns the latter.

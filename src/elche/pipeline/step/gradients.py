@@ -11,18 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.errors import ConfigError, MismatchError
+from elche.errors import ConfigError
 from elche.pipeline.checkpoints.named_states import only_optimizer
-from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.peers.communicator import PipelineCommunicator, common
 from elche.pipeline.step.inputs import number_of, scale_of
 
 
 def refuse_norm_of_rank(frame: FrameType | None) -> None:
-    """Raises if torch's `clip_grad_norm_` runs the generator of this frame.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raises ConfigError if torch's `clip_grad_norm_` runs this generator's frame."""
     code = frame.f_back.f_code if frame is not None and frame.f_back else None
     if code is inspect.unwrap(nn.utils.clip_grad_norm_).__code__:
         raise ConfigError(
@@ -37,21 +33,14 @@ def clip_norm(
     max_norm: Any,
     communicator: PipelineCommunicator,
 ) -> float:
-    """Scales this rank's gradients to a norm over all ranks of at most `max_norm`.
+    """Implements `Pipeline.clip_grad_norm_`, which all ranks call together.
 
-    Args:
-        parameters: parameters of this rank.
-        copies: ids of shared parameters that another rank counts.
-        max_norm: maximum 2-norm.
-        communicator: connections to all ranks, which call this together.
-
-    Returns:
-        The norm before clipping, on every rank.
+    `copies` are ids of shared parameters that another rank counts. After an error
+    nothing has changed.
 
     Raises:
-        ConfigError: max_norm is not a number of at least 0, here or on another rank;
-            nothing has changed.
-        MismatchError: ranks pass different values; nothing has changed.
+        ConfigError: max_norm is not a number of at least 0, here or on another rank.
+        MismatchError: ranks pass different values.
     """
     mine = [one for one in parameters if one.grad is not None]
 
@@ -67,7 +56,7 @@ def clip_norm(
         return [most, sum(norm**2 for norm in norms)]
 
     reports = communicator.agree(measure, "clip_grad_norm_")
-    most = _common([one for one, _ in reports], "max_norm")
+    most = common([one for one, _ in reports], "max_norm")
     norm = math.sqrt(math.fsum(squares for _, squares in reports))
     scale = most / (norm + 1e-6)
     if not scale >= 1.0:  # as in torch, a NaN norm makes all gradients NaN
@@ -83,24 +72,19 @@ def unscale(
     optimizer: torch.optim.Optimizer | None,
     communicator: PipelineCommunicator,
 ) -> bool:
-    """Divides this rank's gradients; returns whether those of all ranks are finite.
+    """Implements `Pipeline.unscale_`, which all ranks call together.
 
-    Args:
-        parameters: parameters of this rank.
-        loss_scale: a number, or a scaler, which then divides the gradients itself.
-        optimizer: optimizer that the scaler steps.
-        communicator: connections to all ranks, which call this together.
+    After an error nothing has changed.
 
     Raises:
-        ConfigError: loss_scale is not above 0 and finite, here or on another rank;
-            nothing has changed.
-        MismatchError: ranks pass different scales; nothing has changed.
+        ConfigError: loss_scale is not above 0 and finite, here or on another rank.
+        MismatchError: ranks pass different scales.
     """
     if isinstance(loss_scale, torch.amp.GradScaler):
         given = only_optimizer(optimizer)
         return _unscale_by(loss_scale, given, parameters, communicator)
     reports = communicator.agree(lambda: scale_of(loss_scale), "unscale_")
-    scale, finite = _common(reports, "loss_scale"), True
+    scale, finite = common(reports, "loss_scale"), True
     for one in parameters:
         if one.grad is not None:
             one.grad.div_(scale)
@@ -126,7 +110,7 @@ def _unscale_by(
     gradients = [one.grad for one in parameters if one.grad is not None]
     mine = all(bool(one.isfinite().all()) for one in gradients)
     reports = communicator.agree(lambda: [scaler.get_scale(), mine], "unscale_")
-    _common([scale for scale, _ in reports], "loss_scale")
+    common([scale for scale, _ in reports], "loss_scale")
     finite = all(one for _, one in reports)
     if not finite and mine and gradients:
         gradients[0].fill_(math.inf)
@@ -134,9 +118,3 @@ def _unscale_by(
         scaler.scale(torch.zeros((), device=first.device))  # initialises the scaler
     scaler.unscale_(optimizer)
     return finite
-
-
-def _common(reports: list[float], name: str) -> float:
-    if len(set(reports)) > 1:
-        raise MismatchError(f"expected one {name} on all ranks, got {reports} by rank")
-    return reports[0]

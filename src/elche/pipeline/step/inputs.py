@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from elche.errors import ConfigError, MismatchError
+from elche.errors import ConfigError
 from elche.pipeline.cutting.own_loss import OwnLoss
+from elche.pipeline.peers.communicator import common
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.step.microbatches import Microbatches
+from elche.pipeline.step.microbatches import Given, Microbatches
 from elche.pipeline.step.outputs import microbatch_sizes
 from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
 from elche.runtime.data.stream_reader import fingerprint
@@ -30,16 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The script's call of `step` or `evaluate`.
+    """The script's call of `step`, `evaluate` or `generate`.
+
+    Has the arguments of `elche.pipeline.Pipeline.step`.
 
     Attributes:
         what: name of the method.
-        batch: see `elche.pipeline.Pipeline.step`.
-        target: see there.
-        keywords: see there.
-        loss_scale: see there.
-        input_gradients: see there.
-        outputs: see there; None returns none.
         make_batch: makes the batch on the rank that reads it; an error is reported to
             the other ranks.
     """
@@ -59,8 +56,6 @@ class InputReport:
     """A rank's report to the others about its part of a call.
 
     Attributes:
-        what: name of the method.
-        error: error text, or "".
         samples: samples of the batch, on the rank that reads it.
         targets: samples of the target, on the rank that reads it; -1 if they cannot be
             counted.
@@ -74,8 +69,6 @@ class InputReport:
         shapes: see `Microbatches.shapes`.
     """
 
-    what: str
-    error: str = ""
     samples: int | None = None
     targets: int | None = None
     loss_scale: float = 1.0
@@ -86,25 +79,6 @@ class InputReport:
     weights: Sequence[float] | None = None
     is_uneven: bool = False
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalInput:
-    """This rank's own part of a call.
-
-    Attributes:
-        report: report for the other ranks.
-        batch: batch on the device; None if this rank does not read it.
-        target: target on the device; likewise.
-        keywords: keywords on the device.
-        raised: error while reading the input.
-    """
-
-    report: InputReport
-    batch: Any = None
-    target: Any = None
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    raised: Exception | None = None
 
 
 def _part(call: Call, cutter: Microbatches, groups: ReplicaGroups, rank: int) -> Call:
@@ -138,36 +112,18 @@ def read_call(
     parts: Parts,
     cutter: Microbatches,
     groups: ReplicaGroups,
-    trouble: str,
     compares: bool,
-) -> LocalInput:
-    """Reads the part of a call that this rank needs; never raises.
+) -> tuple[InputReport, Given]:
+    """Reads the part of a call that this rank needs.
 
-    Args:
-        call: the script's call.
-        parts: this rank's stages and plan.
-        cutter: cuts and weighs the microbatches.
-        groups: the replicas; others may have a batch where this one has none.
-        trouble: error of the rank itself, or "".
-        compares: whether to report the batch's fingerprint.
+    Other replicas may have a batch where this one has none.
+
+    Returns:
+        The report for the other ranks, and the values on this rank's device.
+
+    Raises:
+        ConfigError: a value is wrong.
     """
-    try:
-        if trouble:
-            raise ConfigError(trouble)
-        return _read(call, parts, cutter, groups, compares)
-    except Exception as error:
-        name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        text = f"{name}{error}" or type(error).__name__
-        return LocalInput(InputReport(call.what, text), raised=error)
-
-
-def _read(
-    call: Call,
-    parts: Parts,
-    cutter: Microbatches,
-    groups: ReplicaGroups,
-    compares: bool,
-) -> LocalInput:
     what, rank, may_rest = call.what, parts.rank, groups.are_several
     splits, whole = may_rest and parts.given.config.split_batches, call.batch
     if splits:
@@ -214,10 +170,10 @@ def _read(
     taken = {name: one for name, one in keywords.items() if takes[name]}
     weighed = (None, False) if what == "generate" else cutter.weigh(given)
     report = InputReport(
-        *(what, "", samples, targets, loss_scale, takes, call.outputs, shown, omitted),
+        *(samples, targets, loss_scale, takes, call.outputs, shown, omitted),
         *(*weighed, cutter.shapes({**given, "keywords": taken})),
     )
-    return LocalInput(report, *map(here, given.values()))
+    return report, {role: here(one) for role, one in given.items()}
 
 
 def _read_batch(call: Call, parts: Parts, may_rest: bool) -> tuple[Any, list[str]]:
@@ -242,11 +198,7 @@ def _read_batch(call: Call, parts: Parts, may_rest: bool) -> tuple[Any, list[str
 
 
 def scale_of(loss_scale: Any) -> float:
-    """Checks a loss scale and returns it as a float.
-
-    Raises:
-        ConfigError: the scale is not a number, or not finite and above 0.
-    """
+    """Returns a loss scale as a float; ConfigError unless finite and above 0."""
     found = number_of(loss_scale, "loss_scale")
     if not 0 < found < math.inf:
         raise ConfigError(f"expected a finite loss_scale above 0, got {loss_scale!r}")
@@ -254,11 +206,7 @@ def scale_of(loss_scale: Any) -> float:
 
 
 def number_of(value: Any, name: str) -> float:
-    """Returns a number, which may be given as a tensor, as a float.
-
-    Raises:
-        ConfigError: the value is not a number.
-    """
+    """Returns a number or a tensor of one as a float; else raises ConfigError."""
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -268,45 +216,30 @@ def number_of(value: Any, name: str) -> float:
 
 
 def check_reports(
+    what: str,
     reports: Sequence[InputReport],
     named: Sequence[Collection[str]],
     groups: ReplicaGroups,
 ) -> Sequence[str]:
     """Compares the reports of all ranks; raises the same error on all of them.
 
-    Args:
-        reports: reports by rank.
-        named: keywords that the layers name, by rank.
-        groups: the replicas.
-
     Returns:
         The model's arguments that the batches leave out.
 
     Raises:
-        ConfigError: a rank's part is wrong; no layer accepts a keyword where it was
-            given; a rank whose layers name a keyword was not given it; or outputs are
-            requested on a rank that does not exist.
+        ConfigError: no layer accepts a keyword where it was given; a rank whose layers
+            name a keyword (`named`, by rank) was not given it; or outputs are requested
+            on a rank that does not exist.
         MismatchError: ranks have different loss scales, request outputs elsewhere, or
             leave out other arguments.
     """
-    for one in reports:
-        if one.error:
-            raise ConfigError(one.error)
-    scales = [one.loss_scale for one in reports]
-    if len(set(scales)) > 1:
-        raise MismatchError(
-            f"expected one loss_scale on all ranks, got {scales} by rank"
-        )
-    wanted = [one.outputs for one in reports]
-    if any(one != wanted[0] for one in wanted):
-        raise MismatchError(
-            f"expected one choice of outputs on all ranks, got {wanted} by rank"
-        )
+    common([one.loss_scale for one in reports], "loss_scale")
+    wanted = common([one.outputs for one in reports], "choice of outputs")
     known = (None, "last", "all", *range(len(reports)))
-    if wanted[0] not in known or isinstance(wanted[0], bool):
+    if wanted not in known or isinstance(wanted, bool):
         raise ConfigError(
             f"expected outputs= of 'last', 'all' or a rank below {len(reports)}, got "
-            f"{wanted[0]!r}"
+            f"{wanted!r}"
         )
     for members in groups.ranks:
         for name in sorted({key for rank in members for key in reports[rank].keywords}):
@@ -314,23 +247,18 @@ def check_reports(
             if not any(reports[rank].keywords[name] for rank in have):
                 raise ConfigError(
                     f"no layer of {_ranks(have)} takes the keyword {name!r} that "
-                    f"{reports[0].what} was given there; check its name, and give it "
+                    f"{what} was given there; check its name, and give it "
                     "on every rank whose layers take it"
                 )
             lack = [r for r in members if r not in have and name in named[r]]
             if lack:  # in one process all layers that name a keyword would receive it
                 raise ConfigError(
-                    f"{reports[0].what} was given the keyword {name!r} on "
+                    f"{what} was given the keyword {name!r} on "
                     f"{_ranks(have)}, but not on {_ranks(lack)}, whose layers take it, "
                     "too; give it on all of them"
                 )
     omitted = [list(one.omitted) for one in reports if one.samples is not None]
-    if any(one != omitted[0] for one in omitted):
-        raise MismatchError(
-            f"expected batches with the same arguments on all replicas, got {omitted} "
-            "as those left out"
-        )
-    return omitted[0] if omitted else ()
+    return common(omitted or [[]], "choice of the arguments that a batch omits")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -125,11 +125,9 @@ class Microbatches:
         if weight_of is not None and given[role] is not None:
             if not cut[role]:
                 raise ConfigError(f"weight_of= needs samples to cut in the {role}")
-            of, where = BatchWeights(weight_of, self._parts.rank).of, f"the {role} of"
-            named = [
-                (one, f"{where} microbatch {i}") for i, one in enumerate(cut[role])
-            ]
-            return [of(*one) for one in named], False
+            of, parts = BatchWeights(weight_of, self._parts.rank).of, cut[role]
+            where = [f"the {role} of microbatch {i}" for i, _ in enumerate(parts)]
+            return list(map(of, parts, where)), False
         if isinstance(loss_fn, OwnLoss):
             sizes = [batch_samples(one) or 0 for one in cut[BATCH]]
             words = self.split(given[KEYWORDS], KEYWORDS, sizes)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
-from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.step.executor import StepResults
-from elche.pipeline.trees import flatten, unflatten
 
 OutputRanks: TypeAlias = int | Literal["last", "all"]
-_WHAT = "the outputs of the last stage"
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,8 @@ class EvaluationOutput:
 def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
     """Samples of each microbatch; they differ by at most one.
 
-    Args:
-        total: samples of the batch.
-        labelled: samples of the target, if known.
-        count: most microbatches; with fewer samples each is its own microbatch.
+    With fewer samples than `count` each is its own microbatch. `labelled` is the number
+    of the target's samples, if known.
 
     Raises:
         ConfigError: the batch is empty, or batch and target differ.
@@ -72,52 +65,9 @@ def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
     return [each + (index < rest) for index in range(count)]
 
 
-def send_outputs(
-    outputs: Any,
-    wanted: OutputRanks,
-    members: Sequence[int],
-    last: int,
-    peers: StagePeers | None,
-    timeout_s: float,
-) -> Any:
-    """Sends a pipeline's outputs from its last stage's rank; call it on all its ranks.
-
-    Args:
-        outputs: the outputs, on the last stage's rank.
-        wanted: ranks that receive the outputs.
-        members: the pipeline's ranks.
-        last: rank of the last stage.
-        peers: connections to the other ranks.
-        timeout_s: deadline (s) of each message.
-
-    Returns:
-        The outputs on the receiving ranks (there on the CPU), else None.
-    """
-    if wanted == "last" or peers is None:
-        return outputs
-    to = list(members) if wanted == "all" else [int(wanted)]
-    if peers.rank == last:
-        tensors, structure = flatten(outputs, _WHAT)
-        message = Message(tuple(tensors), structure)
-        for rank in to:
-            if rank != last:
-                peers.send(rank, message, timeout_s, _WHAT)
-        peers.transport.flush(timeout_s)
-        return outputs if last in to else None
-    if peers.rank not in to:
-        return None
-    message = peers.receive(last, timeout_s, _WHAT)
-    return unflatten(message.structure, message.tensors)
-
-
 def joined_gradients(results: StepResults) -> tuple[torch.Tensor | None, ...]:
     """Joins the microbatches' input gradients into those of the batch."""
-    by_input = zip(
-        *(results.input_gradients[i] for i in sorted(results.input_gradients)),
-        strict=True,
-    )
-    joined: list[torch.Tensor | None] = []
-    for parts in by_input:
-        there = [part for part in parts if part is not None]
-        joined.append(torch.cat(there) if len(there) == len(parts) else None)
-    return tuple(joined)
+    by_input = zip(*dict(sorted(results.input_gradients.items())).values(), strict=True)
+    joined = ([part for part in parts if part is not None] for parts in by_input)
+    count = len(results.input_gradients)
+    return tuple(torch.cat(each) if len(each) == count else None for each in joined)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any, final
 
 import torch
 
+from elche.comm.transport.messages import Message
 from elche.errors import ConfigError
 from elche.pipeline.checkpoints.loader_passes import LoaderPasses
 from elche.pipeline.cutting.own_loss import IGNORED, OwnLoss
-from elche.pipeline.peers.communicator import PipelineCommunicator, check_same_call
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
     ReplicaShares,
@@ -26,21 +27,20 @@ from elche.pipeline.step.inputs import (
     COMPARED_STEPS,
     Call,
     InputReport,
-    LocalInput,
     check_reports,
     read_call,
+    scale_of,
     warn_of_other_batch,
 )
-from elche.pipeline.step.microbatches import Microbatches
+from elche.pipeline.step.microbatches import Given, Microbatches
 from elche.pipeline.step.outputs import (
     EvaluationOutput,
     OutputRanks,
     StepOutput,
     joined_gradients,
-    send_outputs,
 )
 from elche.pipeline.step.variants import CutVariants
-from elche.pipeline.trees import join_batches
+from elche.pipeline.trees import flatten, join_batches, unflatten
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,6 @@ logger = logging.getLogger(__name__)
 @final
 class Stepping:
     """Runs the steps of a pipeline on this rank.
-
-    Args:
-        communicator: connections to all ranks.
-        groups: the replicas.
-        parts: this rank's stages and plan.
 
     Attributes:
         communicator: connections to all ranks.
@@ -135,26 +130,29 @@ class Stepping:
         return self.communicator.surviving(step)
 
     def _step(self, call: Call) -> StepOutput:
-        replicas = self.replicas
+        # Those of the step's begin: a replica may be lost in its last exchange.
+        replicas, train = self.replicas, self.parts.executor.train
         given, shares, _ = self._begin(call)
         asked = self._input(
             given,
             shares,
-            weights=shares.weights(shares.index, given.report.loss_scale),
+            weights=shares.weights(shares.index, scale_of(call.loss_scale)),
             input_gradients=call.input_gradients,
             keeps_outputs=call.outputs is not None,
         )
-        train = replicas.training(self.parts.executor.train, shares)
         outputs: list[Any] = []
 
-        def carry_out(asked: StepInput) -> StepResults:
-            results = train(asked)
+        def carry_out() -> StepResults:
+            if replicas.reduction is None:
+                results = train(asked)
+            else:
+                results = replicas.reduction.run(train, asked, bool(shares.mine))
             outputs.append(self._outputs(results, shares, call.outputs))
             return results
 
         # Nothing is sent after it, so that a rank that repeats the step has not ended.
         results, gathered, wants_cut = self.communicator.run(
-            carry_out, asked, self.passes.pauses.wants_cut
+            carry_out, self.passes.pauses.wants_cut
         )
         self.steps += 1
         self.passes.step_done(wants_cut=wants_cut)
@@ -171,29 +169,20 @@ class Stepping:
         )
 
     def evaluate(
-        self,
-        call: Call,
-        caches: LayerCaches | None = None,
+        self, call: Call, caches: LayerCaches | None = None
     ) -> EvaluationOutput:
-        """Runs forward only, over averaged buffers.
-
-        Args:
-            call: the script's call.
-            caches: caches of this rank's layers.
-        """
+        """Runs forward only, over averaged buffers; with caches in a generation."""
         self.communicator.check_open()
         given, shares, omitted = self._begin(call)
         executor = self.variants.executor(omitted, caches is not None)
         self.replicas.average_buffers(self.communicator, self.config.timeout_s)
-        carry_out: Callable[[StepInput], StepResults] = _nothing
-        if shares.mine:
-            carry_out = executor.evaluate
+        asked = self._input(given, shares, caches=caches)
         layers = [layer.module for layer in self.parts.layers]
         with modes_kept(layers):
             for layer in layers:
                 layer.train(False)
             results, gathered, _ = self.communicator.run(
-                carry_out, self._input(given, shares, caches=caches)
+                lambda: executor.evaluate(asked) if shares.mine else StepResults()
             )
         return EvaluationOutput(
             loss=shares.loss(self.replicas.losses(gathered)),
@@ -203,20 +192,34 @@ class Stepping:
     def _outputs(
         self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks | None
     ) -> Any:
-        """This replica's outputs, on the ranks that receive them."""
-        members = self.groups.members
-        is_elsewhere = isinstance(wanted, int) and wanted not in members
-        if wanted is None or is_elsewhere or not shares.mine:
-            return None
-        parts = [results.outputs[i] for i in sorted(results.outputs)]
-        with self.communicator.ending_on_failure():
-            return send_outputs(
-                *(join_batches(parts) if parts else None, wanted, members),
-                *(self.parts.plan.schedule.placement[-1], self.communicator.peers),
-                self.config.timeout_s,
-            )
+        """This replica's outputs, on the ranks that receive them.
 
-    def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares, Sequence[str]]:
+        Ranks without the last stage receive them on the CPU.
+        """
+        peers, members = self.communicator.peers, self.groups.members
+        if wanted is None or not shares.mine:
+            return None
+        to = [rank for rank in members if wanted in ("all", rank)]
+        last, timeout_s = self.parts.plan.schedule.placement[-1], self.config.timeout_s
+        what = "the outputs of the last stage"
+        with self.communicator.ending_on_failure():
+            parts = [results.outputs[i] for i in sorted(results.outputs)]
+            outputs = join_batches(parts) if parts else None
+            if wanted == "last" or peers is None:
+                return outputs
+            if peers.rank == last:
+                tensors, structure = flatten(outputs, what)
+                message = Message(tuple(tensors), structure)
+                for rank in to:
+                    if rank != last:
+                        peers.send(rank, message, timeout_s, what)
+                peers.transport.flush(timeout_s)
+            elif peers.rank in to:
+                message = peers.receive(last, timeout_s, what)
+                outputs = unflatten(message.structure, message.tensors)
+        return outputs if peers.rank in to else None
+
+    def _begin(self, call: Call) -> tuple[Given, ReplicaShares, Sequence[str]]:
         """Agrees with all ranks on the call.
 
         Returns:
@@ -225,17 +228,18 @@ class Stepping:
         """
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
-        trouble = self.replicas.late_learner() or self.parts.given.meta.trouble()
-        given = read_call(
-            call, self.parts, self._cutter, self.groups, trouble, compares
-        )
-        report, what = list(astuple(given.report)), f"the begin of {call.what}"
-        gathered = self.communicator.exchange(report, what)
-        check_same_call(gathered, call.what)
-        if given.raised is not None and not isinstance(given.raised, ConfigError):
-            raise given.raised
+        read: list[tuple[InputReport, Given]] = []
+
+        def report() -> list[Any]:
+            if fault := self.replicas.late_learner() or self.parts.given.meta.trouble():
+                raise ConfigError(fault)
+            where = self.parts, self._cutter, self.groups
+            read.append(read_call(call, *where, compares))
+            return list(astuple(read[0][0]))
+
+        gathered = self.communicator.agree(report, call.what, begins=True)
         reports = [InputReport(*one) for one in gathered]
-        omitted = check_reports(reports, self._named, self.groups)
+        omitted = check_reports(call.what, reports, self._named, self.groups)
         if compares:
             warn_of_other_batch(reports, self.parts, self.groups)
         if is_step and any(one.is_uneven for one in reports):
@@ -254,7 +258,7 @@ class Stepping:
             for members in self.groups.ranks
         ]
         shares = replace(shares, counts=weighed if any(weighed) else None)
-        return given, shares, omitted
+        return read[0][1], shares, omitted
 
     def _warn_of_ignored(self) -> None:
         if self.parts.rank == 0 and not self._is_warned:
@@ -267,20 +271,17 @@ class Stepping:
             )
         self._is_warned = True
 
-    def _input(
-        self, given: LocalInput, shares: ReplicaShares, **more: Any
-    ) -> StepInput:
-        sizes, split = shares.mine, self._cutter.split
-        has_target = given.target is not None
+    def _input(self, given: Given, shares: ReplicaShares, **more: Any) -> StepInput:
+        cut = {
+            role: self._cutter.split(one, role, shares.mine)
+            for role, one in given.items()
+            if one is not None
+        }
         return StepInput(
-            inputs=split(given.batch, "batch", sizes) if self.parts.is_first else (),
-            targets=split(given.target, "target", sizes) if has_target else (),
-            keywords=split(given.keywords, "keywords", sizes) if given.keywords else (),
-            microbatches=len(sizes),
+            inputs=cut.get("batch", ()),
+            targets=cut.get("target", ()),
+            keywords=cut["keywords"],
+            microbatches=len(shares.mine),
             timeout_s=self.config.timeout_s,
             **more,
         )
-
-
-def _nothing(given: StepInput) -> StepResults:
-    return StepResults()

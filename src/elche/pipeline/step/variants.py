@@ -22,10 +22,6 @@ from elche.pipeline.step.executor import Executor
 class CutVariants:
     """Executors of this rank's layers and of their variants, made when first needed.
 
-    Args:
-        parts: this rank's stages and plan.
-        communicator: connections to all ranks.
-
     Attributes:
         proven: kinds of input for which caches reproduced the logits of uncached runs;
             the same on all ranks, as the next one.
@@ -44,9 +40,7 @@ class CutVariants:
     def executor(self, omitted: Sequence[str], has_cache: bool) -> Executor:
         """Executor of a variant; call it on all ranks with the same arguments.
 
-        Args:
-            omitted: arguments of the sample that the batch does not have.
-            has_cache: whether layers take `cache=`.
+        `omitted` are the arguments of the sample that the batch does not have.
 
         Raises:
             ConfigError: the model cannot be cut so, here or on another rank.

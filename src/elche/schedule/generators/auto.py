@@ -10,18 +10,21 @@ all ranks find the same schedule. The search stops when the busiest rank never w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Schedule, loop_placement, v_placement
+from elche.schedule.actions import (
+    Schedule,
+    check_microbatches,
+    loop_placement,
+    v_placement,
+)
 from elche.schedule.codes import B, I, Rows, W, decode, spread
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs, renumbered
 from elche.schedule.generators.critical_path import improve
-from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
+from elche.schedule.generators.list_scheduling import list_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
-    check_microbatches,
     fits_placement,
     fixed_orders,
 )
@@ -40,10 +43,6 @@ _TOLERANCE = 1e-9
 
 def auto_schedule(costs: PipelineCosts, num_microbatches: int) -> Schedule:
     """The schedule of least makespan that fits the memory, compute only.
-
-    Args:
-        costs: costs of the stages, in any placement.
-        num_microbatches: microbatches per step.
 
     Raises:
         ConfigError: no microbatches, or a rank's memory is too small for one microbatch
@@ -76,27 +75,20 @@ def auto_placed(
         The schedule and the costs in its placement.
 
     Raises:
-        ConfigError: no microbatches, no ranks, or too little memory for one microbatch.
+        ConfigError: no ranks; others as `auto_schedule`.
     """
     check_microbatches(num_microbatches)
     if num_ranks < 1:
         raise ConfigError(f"expected at least one rank, got {num_ranks}")
-    best: _Search | None = None
-    for placement in (
-        v_placement(num_ranks),
-        *(
-            loop_placement(num_ranks, each)
-            for each in range(2, max(2, most_stages) + 1)
-        ),
-        loop_placement(num_ranks),
-    ):
-        search = _Search(
-            equal_costs(times, placement, num_ranks, memory), num_microbatches
-        )
-        search.run(best.makespan if best else math.inf)
-        if best is None or search.makespan < best.makespan:
-            best = search
-    assert best is not None
+    most = max(2, most_stages)
+    loops = [loop_placement(num_ranks, each) for each in (*range(2, most + 1), 1)]
+    searches: list[_Search] = []
+    for placement in (v_placement(num_ranks), *loops):
+        costs = equal_costs(times, placement, num_ranks, memory)
+        search = _Search(costs, num_microbatches)
+        search.run(min((one.makespan for one in searches), default=math.inf))
+        searches.append(search)
+    best = min(searches, key=lambda one: one.makespan)
     return best.result(), best.given
 
 
@@ -134,15 +126,14 @@ class _Search:
                 else:
                     self._place(name, rows, held)
         self.left = EXTRA_ACTIONS
-        for attempt in self._variants():
-            attempt()
+        for _ in self._variants():
             if self.left < 0 or self._is_optimal():
                 break
         self._merge()
         evaluations = IMPROVED_ACTIONS // sum(map(len, self.rows))
         if not self._is_optimal() and evaluations:
             most = min(evaluations, MAX_EVALUATIONS)
-            rows = improve(self.rows, self.table, self.count, self.limits, most)
+            rows = improve(self.rows, self.table, self.count, most)
             self._offer(self.name, rows)
 
     def result(self) -> Schedule:
@@ -151,14 +142,13 @@ class _Search:
         return decode(f"auto ({self.name})", rows, self.given.placement, self.count)
 
     def _check_memory(self) -> None:
-        needed = [0.0] * self.costs.num_ranks
-        for one, rank in zip(self.costs.stages, self.costs.placement, strict=True):
-            needed[rank] += one.activation
+        stages = list(zip(self.costs.stages, self.costs.placement, strict=True))
         for rank, limit in enumerate(self.limits):
-            if needed[rank] > limit + _TOLERANCE:
+            needed = sum(one.activation for one, holder in stages if holder == rank)
+            if needed > limit + _TOLERANCE:
                 raise ConfigError(
-                    f"rank {self.order[rank]} needs {needed[rank]:g} units of "
-                    "activation memory for one microbatch of its stages, its limit is "
+                    f"rank {self.order[rank]} needs {needed:g} units of activation "
+                    "memory for one microbatch of its stages, its limit is "
                     f"{limit:g}; give it fewer or smaller stages, or smaller "
                     "microbatches"
                 )
@@ -168,10 +158,8 @@ class _Search:
         if not rows:
             return
         held = peaks(rows, self.table, self.count)
-        if any(
-            peak > limit + _TOLERANCE
-            for peak, limit in zip(held, self.limits, strict=True)
-        ):
+        pairs = zip(held, self.limits, strict=True)
+        if any(peak > limit + _TOLERANCE for peak, limit in pairs):
             return
         starts = run_rows(rows, self.table, self.count)
         time = makespan_of(rows, starts, self.table, self.count)
@@ -183,29 +171,33 @@ class _Search:
     ) -> None:
         """Offers a schedule with every W moved into gaps."""
         self.left -= sum(map(len, orders))
-        held = limits or self.limits
-        rows = place_weights(orders, self.table, self.count, held, self.makespan)
+        table, most = self.table, self.makespan
+        rows = list_schedule(table, self.count, most, orders=orders, limits=limits)
         self._offer(name, rows)
 
-    def _list(self, rule: Rule) -> None:
+    def _list(
+        self, patience: float = 1.0, merged: frozenset[int] = frozenset()
+    ) -> None:
         """Offers a list schedule."""
         self.left -= 3 * self.table.num_stages * self.count
-        rows = list_schedule(self.table, self.count, self.limits, rule, self.makespan)
+        rows = list_schedule(self.table, self.count, self.makespan, patience, merged)
         self._offer("list", rows)
 
     def _is_optimal(self) -> bool:
         return self.makespan <= self.bound * (1 + _TOLERANCE)
 
-    def _variants(self) -> Iterator[Callable[[], None]]:
-        table, count = self.table, self.count
-        for rule in (Rule(), Rule(patience=0.5)):
-            yield partial(self._list, rule)
-        if self.costs.placement == v_placement(table.num_ranks):
+    def _variants(self) -> Iterator[None]:
+        """Offers unpublished schedules, one after another."""
+        ranks = self.table.num_ranks
+        for patience in (1.0, 0.5):
+            self._list(patience)
+            yield
+        if self.costs.placement == v_placement(ranks):
             for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
-                orders = block_rows(table.num_ranks, count, steps)
-                yield partial(self._place, "v block", orders)
+                self._place("v block", block_rows(ranks, self.count, steps))
+                yield
         if self.rows:
-            yield partial(self._place, self.name, self.rows)
+            self._place(self.name, self.rows)
 
     def _merge(self) -> None:
         """Tries B in place of I and W on stages with a cheaper B."""
@@ -218,7 +210,7 @@ class _Search:
             return
         everywhere = frozenset(cheaper)
         self._offer(self.name, merged(self.rows, everywhere, self.count))
-        self._list(Rule(merged=everywhere))
+        self._list(merged=everywhere)
         tries = EXTRA_ACTIONS // sum(map(len, self.rows))
         for stage in cheaper[:tries]:
             self._offer(self.name, merged(self.rows, {stage}, self.count))
@@ -226,18 +218,18 @@ class _Search:
 
 def merged(rows: Rows, stages: frozenset[int] | set[int], count: int) -> Rows:
     """Replaces I by B, and drops W, on given stages."""
-    result: Rows = []
-    for row in rows:
-        kept = []
-        for code in row:
-            kind = code & 7
-            if kind in (I, W) and (code >> 3) // count in stages:
-                if kind == I:
-                    kept.append(code - I + B)
-            else:
-                kept.append(code)
-        result.append(kept)
-    return result
+
+    def is_merged(code: int) -> bool:
+        return (code >> 3) // count in stages
+
+    return [
+        [
+            code - I + B if code & 7 == I and is_merged(code) else code
+            for code in row
+            if code & 7 != W or not is_merged(code)
+        ]
+        for row in rows
+    ]
 
 
 def _promise(name: str) -> int:

@@ -8,7 +8,7 @@ was ready before the earlier one began.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from elche.errors import ConfigError
 from elche.schedule.codes import B, F, I, Rows, W
@@ -17,21 +17,10 @@ from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 _TOLERANCE = 1e-9
 
 
-def improve(
-    rows: Rows,
-    table: CostTable,
-    count: int,
-    limits: Sequence[float],
-    evaluations: int,
-) -> Rows:
+def improve(rows: Rows, table: CostTable, count: int, evaluations: int) -> Rows:
     """Swaps neighbouring actions while that shortens the makespan.
 
-    Args:
-        rows: codes of each rank; not modified.
-        table: the costs.
-        count: number of microbatches.
-        limits: memory limit of each rank, respected.
-        evaluations: most schedules to try.
+    Tries at most `evaluations` schedules, within the memory limits of the costs.
     """
     rows = [list(row) for row in rows]
     starts = run_rows(rows, table, count)
@@ -45,7 +34,7 @@ def improve(
             row = rows[rank]
             row[position - 1 : position + 1] = row[position], row[position - 1]
             (held,) = peaks([row], table, count)
-            if held <= limits[rank] + _TOLERANCE:
+            if held <= table.limits[rank] + _TOLERANCE:
                 evaluations -= 1
                 try:
                     tried = run_rows(rows, table, count)
@@ -79,7 +68,9 @@ def _swaps(
         source = ready[rank][position]
         if position and source[0] < start - _TOLERANCE * (1 + start):
             before = rows[rank][position - 1]
-            if source[0] <= starts[rank][position - 1] and _may_swap(before, code):
+            # Never F and its I, nor I and its W.
+            may_swap = before >> 3 != code >> 3 and before & 7 != code & 7
+            if source[0] <= starts[rank][position - 1] and may_swap:
                 yield rank, position
             position -= 1
         elif source[1] >= 0:
@@ -88,12 +79,6 @@ def _swaps(
             position -= 1
         else:
             return
-
-
-def _may_swap(before: int, code: int) -> bool:
-    """True if two neighbours may swap: not F and its I, not I and its W."""
-    kinds = before & 7, code & 7
-    return before >> 3 != code >> 3 and kinds[0] != kinds[1]
 
 
 def _ready_times(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 
 from elche.schedule.codes import B, F, I, Rows, W
@@ -38,34 +37,18 @@ _Target = tuple[list[float], int, float, int]
 index, the link time, and the waiting code's rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Preferences of a free rank.
-
-    Attributes:
-        patience: W fills a known wait of at least this fraction of W's duration.
-        merged: stages that run B in place of I and W.
-    """
-
-    patience: float = 1.0
-    merged: frozenset[int] = frozenset()
-
-
-class ListScheduler:
-    """Builds one schedule; call `list_schedule` or `place_weights` instead.
-
-    Args:
-        table: the costs.
-        count: number of microbatches.
-        limits: memory limit of each rank; at least one microbatch of its stages.
-        rule: preferences of a free rank.
-    """
+class _ListScheduler:
+    """A schedule under construction; see `list_schedule`."""
 
     def __init__(
-        self, table: CostTable, count: int, limits: Sequence[float], rule: Rule
+        self,
+        table: CostTable,
+        count: int,
+        limits: Sequence[float],
+        merged: frozenset[int],
     ) -> None:
         stages = table.num_stages
-        self.table, self.count, self.rule = table, count, rule
+        self.table, self.count, self.limits = table, count, limits
         self.rows: Rows = [[] for _ in range(table.num_ranks)]
         self.held = [0.0] * table.num_ranks
         self.weights: list[deque[int]] = [deque() for _ in self.rows]
@@ -73,7 +56,7 @@ class ListScheduler:
         self.backward_at = [-1.0] * (stages * count)
         self.next_forward = [0] * stages
         self.next_backward = [0] * stages
-        self.backward_kind = [B if s in rule.merged else I for s in range(stages)]
+        self.backward_kind = [B if s in merged else I for s in range(stages)]
         self.stages_of: list[list[int]] = [[] for _ in self.rows]
         for stage, rank in enumerate(table.rank_of):
             self.stages_of[rank].append(stage)
@@ -85,21 +68,14 @@ class ListScheduler:
                 self.room[stage] = room + table.releases[stage * 8 + F]
                 room += table.releases[stage * 8 + F]
 
-    def run(self, choose: Choice, most: float = math.inf) -> Rows:
-        """Runs all ranks until no action is left.
-
-        Args:
-            choose: chooses the next action of a rank.
-            most: known makespan to beat.
-
-        Returns:
-            Codes of each rank; empty if the schedule would take `most` or longer.
-        """
+    def run(self, choose: Choice, most: float, patience: float) -> Rows:
+        """Runs all ranks until no action is left, or the step takes `most`."""
         heap = [(0.0, rank) for rank in range(len(self.rows))]
         wake_at = [0.0] * len(heap)
-        execute = self._executor(heap, wake_at, self._slack(most))
+        most *= 1 - _TOLERANCE
+        slack = [most - self.count * work for work in self.table.work]
+        execute = self._executor(heap, wake_at, slack)
         weights, count, durations = self.weights, self.count, self.table.durations
-        patience = self.rule.patience
         while heap:
             now, rank = heap[0]
             if now != wake_at[rank]:
@@ -124,7 +100,11 @@ class ListScheduler:
     def _executor(
         self, heap: list[tuple[float, int]], wake_at: list[float], slack: list[float]
     ) -> Callable[[int, int], bool]:
-        """Runs a code on the rank on top of the heap; False if it waits too long."""
+        """Runs a code on the rank on top of the heap; False if it waits too long.
+
+        `wake_at` are the valid times in the heap, `slack` is the time that each rank
+        may wait and still beat the known makespan.
+        """
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
         durations, releases = self.table.durations, self.table.releases
         forward_at, backward_at = self.forward_at, self.backward_at
@@ -219,7 +199,7 @@ class ListScheduler:
 
         return choose
 
-    def in_order(self, orders: Rows, limits: Sequence[float]) -> Choice:
+    def in_order(self, orders: Rows) -> Choice:
         """Returns a choice that follows each rank's order."""
         count, held, weights = self.count, self.held, self.weights
         forward_at, backward_at = self.forward_at, self.backward_at
@@ -227,7 +207,7 @@ class ListScheduler:
         heads = [[code for code in row if code & 7 != W] for row in orders]
         lengths = [len(head) for head in heads]
         positions = [0] * len(heads)
-        limit = [each + _TOLERANCE for each in limits]
+        limit = [each + _TOLERANCE for each in self.limits]
 
         def choose(rank: int, now: float) -> tuple[int, float, bool]:
             position = positions[rank]
@@ -249,55 +229,35 @@ class ListScheduler:
 
         return choose
 
-    def _slack(self, most: float) -> list[float]:
-        """Time that each rank may wait and still finish before `most`."""
-        most *= 1 - _TOLERANCE
-        return [most - self.count * work for work in self.table.work]
-
 
 def list_schedule(
     table: CostTable,
     count: int,
-    limits: Sequence[float],
-    rule: Rule,
     most: float = math.inf,
+    patience: float = 1.0,
+    merged: frozenset[int] = frozenset(),
+    orders: Rows | None = None,
+    limits: Sequence[float] | None = None,
 ) -> Rows:
-    """Builds a schedule of all actions by a rule.
+    """Builds a schedule of all actions by a rule, or in a given order.
+
+    In a given order of F, I and B only W is placed: in long enough waits, and before a
+    forward that needs its memory. An order that needs more memory exceeds the limits.
 
     Args:
         table: the costs.
         count: number of microbatches.
-        limits: memory limit of each rank; at least one microbatch of its stages.
-        rule: preferences of a free rank.
         most: known makespan to beat.
+        patience: W fills a known wait of at least this fraction of W's duration.
+        merged: stages that run B in place of I and W.
+        orders: codes of each rank, whose W are ignored; None orders by the rule.
+        limits: memory limit of each rank, at least one microbatch of its stages; None
+            for those of the costs.
 
     Returns:
         Codes of each rank; empty if the schedule would take `most` or longer.
     """
-    scheduler = ListScheduler(table, count, limits, rule)
-    return scheduler.run(scheduler.by_rule(), most)
-
-
-def place_weights(
-    orders: Rows,
-    table: CostTable,
-    count: int,
-    limits: Sequence[float],
-    most: float = math.inf,
-) -> Rows:
-    """Keeps each rank's order of F, I and B, and moves every W to its best place.
-
-    W runs in long enough waits, and before a forward that needs its memory.
-
-    Args:
-        orders: codes of each rank; their W are ignored.
-        table: the costs.
-        count: number of microbatches.
-        limits: memory limit of each rank. An order that needs more exceeds it.
-        most: known makespan to beat.
-
-    Returns:
-        Codes of each rank; empty if the schedule would take `most` or longer.
-    """
-    scheduler = ListScheduler(table, count, limits, Rule())
-    return scheduler.run(scheduler.in_order(orders, limits), most)
+    limits = table.limits if limits is None else limits
+    scheduler = _ListScheduler(table, count, limits, merged)
+    choice = scheduler.by_rule() if orders is None else scheduler.in_order(orders)
+    return scheduler.run(choice, most, patience)

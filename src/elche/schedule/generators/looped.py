@@ -1,8 +1,9 @@
 """Published schedules in loop placement: GPipe, 1F1B, ZB-H1, ZB-H2, interleaved.
 
-Schedules of one stage per rank differ in two numbers per rank. `warmup` is the number
-of forwards before the first backward. `delay` is the number of microbatches by which W
-follows I; None is B, unsplit.
+All but GPipe are one rule with three numbers per rank. `warmup` is the number of
+forwards before the first backward. `delay` is the number of backwards by which W
+follows I; None is B, unsplit. The order of forwards and backwards passes in rounds
+through the rank's stages.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), ZB-H1
 and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3).
@@ -14,6 +15,14 @@ from __future__ import annotations
 
 from elche.errors import ConfigError
 from elche.schedule.codes import B, F, I, Rows, W
+
+ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")
+LOOPED = ("interleaved-1f1b", "interleaved-zb")
+
+_STEPS = {"1f1b": 1, "zb-h1": 1, "zb-h2": 2, "interleaved-1f1b": 2, "interleaved-zb": 1}
+"""Forwards by which a rank warms up longer than the next one."""
+_DELAYS = {"zb-h1": 1, "zb-h2": 2, "interleaved-zb": 1}
+"""Backwards before the first W, per index of the rank."""
 
 
 def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
@@ -28,71 +37,14 @@ def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
     return rows
 
 
-def one_f_one_b_rows(num_ranks: int, count: int) -> Rows:
-    """1F1B: rank k holds at most p - k microbatches."""
-    return [
-        _row(rank, count, warmup=num_ranks - rank, delay=None)
-        for rank in range(num_ranks)
-    ]
-
-
-def zb_h1_rows(num_ranks: int, count: int) -> Rows:
-    """ZB-H1: 1F1B with W of rank k delayed by k; every rank holds at most p."""
-    return [
-        _row(rank, count, warmup=num_ranks - rank, delay=rank)
-        for rank in range(num_ranks)
-    ]
-
-
-def zb_h2_rows(num_ranks: int, count: int) -> Rows:
-    """ZB-H2: rank k begins with 2(p - k) - 1 forwards; every rank holds 2p - 1."""
-    return [
-        _row(rank, count, warmup=2 * (num_ranks - rank) - 1, delay=2 * rank)
-        for rank in range(num_ranks)
-    ]
-
-
-def _row(rank: int, count: int, warmup: int, delay: int | None) -> list[int]:
-    """One rank's codes: `warmup` forwards, then alternating backwards and forwards.
-
-    W of a microbatch runs after the I of `delay` later ones. After its last forward a
-    rank waits for each I, so one W runs between any two.
-    """
-    base = rank * count
-    warmup = min(warmup, count)
-    row = [(base + each) * 8 + F for each in range(warmup)]
-    weights = 0
-    for each in range(count):
-        if delay is None:
-            row.append((base + each) * 8 + B)
-        else:
-            row.append((base + each) * 8 + I)
-            if each >= delay or (each + warmup >= count and weights <= each):
-                row.append((base + weights) * 8 + W)
-                weights += 1
-        if warmup + each < count:
-            row.append((base + warmup + each) * 8 + F)
-    if delay is not None:
-        row += [(base + each) * 8 + W for each in range(weights, count)]
-    return row
-
-
-def interleaved_rows(
-    num_ranks: int, chunks: int, count: int, zero_bubble: bool = False
-) -> Rows:
-    """Interleaved 1F1B, or interleaved zero-bubble.
-
-    Args:
-        num_ranks: number of ranks.
-        chunks: stages per rank.
-        count: microbatches; a multiple of the number of rounds, max(1, count // p).
-        zero_bubble: split the backward; W starts after the rank's first `rank`
-            backwards.
+def looped_rows(name: str, num_ranks: int, chunks: int, count: int) -> Rows:
+    """Codes of 1F1B or of a schedule derived from it.
 
     Raises:
-        ConfigError: the microbatches do not divide into rounds.
+        ConfigError: the microbatches of an interleaved schedule do not divide into its
+            max(1, count // p) rounds.
     """
-    rounds = max(1, count // num_ranks)
+    rounds = max(1, count // num_ranks) if name in LOOPED else 1
     if count % rounds:
         raise ConfigError(
             f"interleaved schedules run microbatches in {rounds} equal rounds of at "
@@ -102,44 +54,41 @@ def interleaved_rows(
     length = count // rounds
     rows = []
     for rank in range(num_ranks):
-        forwards = _in_rounds(num_ranks, chunks, count, length, rank)
-        backwards = _in_rounds(num_ranks, chunks, count, length, rank, reverse=True)
-        step = 1 if zero_bubble else 2
-        warmup = min(
-            (chunks - 1) * length + step * (num_ranks - 1 - rank), len(forwards)
+        forwards, backwards = (
+            [
+                (chunk * num_ranks + rank) * count + begin + each
+                for begin in range(0, count, length)
+                for chunk in order
+                for each in range(length)
+            ]
+            for order in (range(chunks), range(chunks)[::-1])
         )
-        row = [index * 8 + F for index in forwards[:warmup]]
-        weights = 0
-        for turn, index in enumerate(backwards):
-            if warmup + turn < len(forwards):
-                row.append(forwards[warmup + turn] * 8 + F)
-            row.append(index * 8 + (I if zero_bubble else B))
-            if zero_bubble and turn >= rank:
-                row.append(backwards[weights] * 8 + W)
-                weights += 1
-        if zero_bubble:
-            row += [index * 8 + W for index in backwards[weights:]]
-        rows.append(row)
+        warmup = (chunks - 1) * length + _STEPS[name] * (num_ranks - 1 - rank) + 1
+        delay = _DELAYS[name] * rank if name in _DELAYS else None
+        rows.append(_row(forwards, backwards, warmup, delay, name in ONE_STAGE))
     return rows
 
 
-def _in_rounds(
-    num_ranks: int,
-    chunks: int,
-    count: int,
-    length: int,
-    rank: int,
-    reverse: bool = False,
+def _row(
+    forwards: list[int],
+    backwards: list[int],
+    warmup: int,
+    delay: int | None,
+    fills_waits: bool,
 ) -> list[int]:
-    """Stage times `count` plus microbatch, in a rank's order of F (or of B).
+    """One rank's codes: `warmup` forwards, then alternating backwards and forwards.
 
-    Each round of `length` microbatches passes through all of the rank's stages.
+    `forwards` and `backwards` are stage times `count` plus microbatch of each F, and of
+    each I or B, in order. With `fills_waits` one W runs between any two I after the
+    last forward, where a rank waits for each I.
     """
-    order = reversed(range(chunks)) if reverse else range(chunks)
-    local = list(order)
-    return [
-        (chunk * num_ranks + rank) * count + begin + each
-        for begin in range(0, count, length)
-        for chunk in local
-        for each in range(length)
-    ]
+    row = [index * 8 + F for index in forwards[:warmup]]
+    weights = [] if delay is None else [index * 8 + W for index in backwards]
+    for turn, index in enumerate(backwards):
+        row.append(index * 8 + (B if delay is None else I))
+        is_waiting = fills_waits and turn + warmup >= len(forwards)
+        is_behind = len(backwards) - len(weights) <= turn
+        if delay is not None and (turn >= delay or (is_waiting and is_behind)):
+            row.append(weights.pop(0))
+        row += [one * 8 + F for one in forwards[warmup + turn : warmup + turn + 1]]
+    return row + weights

@@ -5,16 +5,20 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Schedule, loop_placement, v_placement
+from elche.schedule.actions import (
+    Schedule,
+    check_microbatches,
+    loop_placement,
+    v_placement,
+)
 from elche.schedule.codes import Rows, decode, spread
 from elche.schedule.costs import PipelineCosts, renumbered
-from elche.schedule.generators.list_scheduling import place_weights
+from elche.schedule.generators.list_scheduling import list_schedule
 from elche.schedule.generators.looped import (
+    LOOPED,
+    ONE_STAGE,
     gpipe_rows,
-    interleaved_rows,
-    one_f_one_b_rows,
-    zb_h1_rows,
-    zb_h2_rows,
+    looped_rows,
 )
 from elche.schedule.generators.v_shape import (
     V_HALF_STEPS,
@@ -24,8 +28,6 @@ from elche.schedule.generators.v_shape import (
 )
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
-ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")
-LOOPED = ("interleaved-1f1b", "interleaved-zb")
 V_SHAPED = ("zb-v", "v-half", "v-min")
 FIXED_SCHEDULES = ("gpipe", *ONE_STAGE, *LOOPED, *V_SHAPED)
 
@@ -44,7 +46,7 @@ def placement_for(
     Raises:
         ConfigError: unknown schedule, or a wrong number of stages.
     """
-    _check_name(name)
+    check_name(name)
     if num_ranks < 1:
         raise ConfigError(f"expected at least one rank, got {num_ranks}")
     several = name in LOOPED + V_SHAPED
@@ -67,12 +69,8 @@ def fits_placement(name: str, costs: PipelineCosts) -> bool:
     if name == "gpipe":
         return True
     costs, _ = renumbered(costs)
-    per_rank, rest = divmod(len(costs.stages), costs.num_ranks)
-    if rest or (name in ONE_STAGE and per_rank != 1):
-        return False
-    if name in V_SHAPED and per_rank != 2:
-        return False
-    return costs.placement == placement_for(name, costs.num_ranks, per_rank)
+    each = len(costs.stages) // costs.num_ranks if name in LOOPED else None
+    return costs.placement == placement_for(name, costs.num_ranks, each)
 
 
 def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Schedule:
@@ -89,7 +87,7 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
         ConfigError: unknown schedule, wrong placement, unsupported number of
             microbatches, or more memory than the costs' limits.
     """
-    _check_name(name)
+    check_name(name)
     check_microbatches(num_microbatches)
     if not fits_placement(name, costs):
         raise ConfigError(
@@ -115,16 +113,10 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
 def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
     """Codes of a published schedule: its version of least makespan.
 
-    Args:
-        name: schedule's name, one of `FIXED_SCHEDULES`.
-        table: table of renumbered costs.
-        count: number of microbatches.
-
-    Raises:
-        ConfigError: unsupported number of microbatches.
+    Args as in `fixed_orders`, which raises the same.
     """
     versions = [
-        rows if held is None else place_weights(rows, table, count, held)
+        rows if held is None else list_schedule(table, count, orders=rows, limits=held)
         for rows, held in fixed_orders(name, table, count)
     ]
     if len(versions) == 1:
@@ -140,13 +132,8 @@ def fixed_orders(
 ) -> list[tuple[Rows, list[float] | None]]:
     """The versions of a published schedule, of which the shortest is used.
 
-    Each comes with None, or with the memory limit of each rank for `place_weights`,
-    which moves every W into gaps; zb-v has both versions.
-
-    Args:
-        name: schedule's name, one of `FIXED_SCHEDULES`.
-        table: table of renumbered costs.
-        count: number of microbatches.
+    Each comes with None, or with the memory limit of each rank for `list_schedule`,
+    which moves every W into gaps; zb-v has both versions. The costs are renumbered.
 
     Raises:
         ConfigError: unsupported number of microbatches.
@@ -154,16 +141,8 @@ def fixed_orders(
     ranks = table.num_ranks
     if name == "gpipe":
         return [(gpipe_rows(table.rank_of, ranks, count), None)]
-    if name == "1f1b":
-        return [(one_f_one_b_rows(ranks, count), None)]
-    if name == "zb-h1":
-        return [(zb_h1_rows(ranks, count), None)]
-    if name == "zb-h2":
-        return [(zb_h2_rows(ranks, count), None)]
-    if name in LOOPED:
-        chunks = table.num_stages // ranks
-        is_split = name == "interleaved-zb"
-        return [(interleaved_rows(ranks, chunks, count, is_split), None)]
+    if name in ONE_STAGE + LOOPED:
+        return [(looped_rows(name, ranks, table.num_stages // ranks, count), None)]
     if name == "zb-v":
         rows = zb_v_rows(ranks, count)
         return [(rows, None), (rows, peaks(rows, table, count))]
@@ -177,19 +156,8 @@ def fixed_orders(
     return [(block_rows(ranks, count, steps), held)]
 
 
-def check_microbatches(num_microbatches: int) -> None:
-    """Rejects a schedule without microbatches.
-
-    Raises:
-        ConfigError: there are no microbatches.
-    """
-    if num_microbatches < 1:
-        raise ConfigError(
-            f"a schedule needs at least one microbatch, got {num_microbatches}"
-        )
-
-
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises ConfigError unless a name is one of `FIXED_SCHEDULES`."""
     if name not in FIXED_SCHEDULES:
         known = (*FIXED_SCHEDULES, "auto")
         near = get_close_matches(name, known, n=1)

@@ -21,17 +21,14 @@ _SLOTS = 6
 def zb_v_rows(num_ranks: int, count: int) -> Rows:
     """ZB-V: at most p microbatches on every rank, no bubble in the middle."""
     last = 2 * num_ranks - 1
-    rows = []
-    for rank in range(num_ranks):
-        pattern = _zb_v_pattern(num_ranks, rank, max(2 * num_ranks - 1, count))
-        rows.append(
-            [
-                ((rank if chunk == 0 else last - rank) * count + each) * 8 + kind
-                for chunk, kind, each in pattern
-                if each < count
-            ]
-        )
-    return rows
+    return [
+        [
+            ((rank, last - rank)[chunk] * count + each) * 8 + kind
+            for chunk, kind, each in _zb_v_pattern(num_ranks, rank, max(last, count))
+            if each < count
+        ]
+        for rank in range(num_ranks)
+    ]
 
 
 def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int, int]]:
@@ -73,12 +70,9 @@ V_TWO_THIRDS_STEPS = (2, 2, 2, 2)  # unpublished: between V-Half and ZB-V
 
 
 def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> Rows:
-    """Repeats the shortest building block with given steps and W in its free slots.
+    """Repeats the shortest building block with W in its free slots.
 
-    Args:
-        num_ranks: number of ranks.
-        count: number of microbatches.
-        steps: slots per rank of the four passes, `V_MIN_STEPS` or `V_HALF_STEPS`.
+    `steps` are the slots per rank of the four passes, such as `V_MIN_STEPS`.
     """
     last = 2 * num_ranks - 1
     rows = []

@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, islice
 
-from elche.schedule.planning.partition import (
-    Places,
-    ProfileTable,
-    best_partition,
-    sum_bound,
-)
+from elche.schedule.planning.partition import ProfileTable, best_partition, sum_bound
 
 ALL_ORDERS = 24
 SWAPPED_ORDERS = 64
@@ -27,14 +22,10 @@ _SWAPPED_WORK = 64 * 8 * 8 * 48  # orders, devices squared, layers
 def device_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
     """Orders of the devices, sorted by their least sum-bound.
 
-    Args:
-        table: sums over the profile of model and devices.
-        held: number of microbatches whose activations must fit on each device.
+    Each device must hold the activations of `held` microbatches.
     """
-    classes = _classes(table)
-    if _number_of_orders(classes) <= ALL_ORDERS:
-        orders = list(_different_orders(classes))
-    else:
+    orders = list(islice(_different_orders(_classes(table)), ALL_ORDERS + 1))
+    if len(orders) > ALL_ORDERS:
         orders = _swapped_orders(table, held)
     return sorted(orders, key=lambda order: _bound(table, order, held))
 
@@ -76,8 +67,7 @@ def _swapped_orders(table: ProfileTable, held: int) -> list[tuple[int, ...]]:
 def _bound(table: ProfileTable, order: tuple[int, ...], held: int) -> tuple[int, float]:
     """Least sum-bound of an order, after 0, 1 or 2 for how badly memory limits it."""
     for tight, room in enumerate((held, 1)):
-        places = Places(devices=order, held=(room,) * len(order))
-        found = best_partition(table, places)
+        found = best_partition(table, order, (room,) * len(order))
         if found is not None:
             return tight, sum_bound(table, found)
     return 2, math.inf
@@ -92,11 +82,6 @@ def _classes(table: ProfileTable) -> list[list[int]]:
         key = one.kind, one.speed, one.memory_bytes, index if index in linked else -1
         groups.setdefault(key, []).append(index)
     return list(groups.values())
-
-
-def _number_of_orders(classes: list[list[int]]) -> int:
-    total = math.factorial(sum(map(len, classes)))
-    return total // math.prod(math.factorial(len(each)) for each in classes)
 
 
 def _different_orders(classes: list[list[int]]) -> Iterator[tuple[int, ...]]:

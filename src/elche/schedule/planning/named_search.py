@@ -7,21 +7,19 @@ bound exceeds the best step. Then moves layers, starting from the best partition
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, pairwise, permutations
-from typing import final
 
 from elche.errors import ConfigError
 from elche.schedule.generators.schedules import placement_for
-from elche.schedule.planning.partition import Partition, link_bound
+from elche.schedule.planning.partition import Partition, ProfileTable
 from elche.schedule.planning.partition_search import (
     NEVER,
     Evaluator,
     Measure,
     descend,
     fits,
-    loads_of,
+    least_s,
 )
 
 ALL_PARTITIONS = 3_000  # most partitions that are tried exhaustively
@@ -29,101 +27,83 @@ SEARCHED_ACTIONS = 60_000  # approximate budget of timed actions per schedule
 _TOLERANCE = 1e-9
 
 
-@final
-class NamedSearch:
-    """Finds the best partition for one schedule.
+def best_named(
+    evaluator: Evaluator,
+    name: str,
+    stages: int | None,
+    ranks: Iterable[int],
+    starts: Iterable[Partition],
+) -> tuple[Partition | None, str]:
+    """Finds the best partition for one published schedule.
 
     Args:
         evaluator: times partitions.
-        name: the schedule's name, one of `FIXED_SCHEDULES`.
+        name: the schedule's name.
         stages: stages per device, where the schedule allows several.
         ranks: numbers of devices to try.
+        starts: the first partitions to try.
+
+    Returns:
+        The partition, and why the schedule is not defined for a number of devices.
     """
+    table, until = evaluator.table, evaluator.actions + SEARCHED_ACTIONS
+    devices, layers = len(table.profile.devices), len(table.profile.layers)
+    placements = {count: placement_for(name, count, stages) for count in ranks}
+    placements = {n: each for n, each in placements.items() if len(each) <= layers}
+    least, undefined = NEVER, dict[int, str]()
+    best: Partition | None = None
 
-    def __init__(
-        self, evaluator: Evaluator, name: str, stages: int | None, ranks: Iterable[int]
-    ) -> None:
-        self._evaluator, self._table, self._name = evaluator, evaluator.table, name
-        profile = self._table.profile
-        devices, layers = len(profile.devices), len(profile.layers)
-        self._placements = {
-            count: placement
-            for count in ranks
-            if len(placement := placement_for(name, count, stages)) <= layers
-        }
-        self._num_all = sum(
-            math.perm(devices, count) * math.comb(layers - 1, len(placement) - 1)
-            for count, placement in self._placements.items()
-        )
-        self._undefined: dict[int, str] = {}
-        self.best: Partition | None = None
-        self.least = NEVER
-
-    def run(self, starts: Iterable[Partition]) -> None:
-        """Searches, starting from these partitions."""
-        until = self._evaluator.actions + SEARCHED_ACTIONS
-        for each in starts:
-            self._try(each)
-        if self._num_all <= ALL_PARTITIONS:
-            bounded = sorted(
-                ((self._bound_s(each), each) for each in self._all()),
-                key=lambda pair: pair[0],
-            )
-            for bound_s, each in bounded:
-                if self._evaluator.actions >= until or self._is_beaten(bound_s):
-                    break
-                self._try(each)
-        if self.best is not None:
-            descend(self._table, self.best, self.least, partial(self._measure, until))
-
-    @property
-    def reason(self) -> str:
-        """Why the schedule is not defined for this number of devices, or ""."""
-        return next(iter(self._undefined.values()), "")
-
-    def _measure(self, until: int, partition: Partition, _: Measure) -> Measure | None:
-        if self._evaluator.actions >= until:
-            return None
-        is_able = fits(self._table, partition)
-        if not is_able or self._is_beaten(self._bound_s(partition)):
-            return NEVER
-        return self._try(partition)
-
-    def _try(self, partition: Partition) -> Measure:
-        ranks = len(partition.ranks)
-        if ranks in self._undefined or ranks not in self._placements:
+    def attempt(partition: Partition) -> Measure:
+        nonlocal best, least
+        count = len(partition.ranks)
+        if count in undefined or count not in placements:
             return NEVER
         try:
-            found = self._evaluator.measure(self._name, partition)
+            found = evaluator.measure(name, partition)
         except ConfigError as error:
-            self._undefined[ranks] = str(error)
+            undefined[count] = str(error)
             return NEVER
-        lack, step_s = self.least
-        if found < (lack, step_s * (1 - _TOLERANCE)):
-            self.best, self.least = partition, found
+        if found < (least[0], least[1] * (1 - _TOLERANCE)):
+            best, least = partition, found
         return found
 
-    def _is_beaten(self, bound_s: float) -> bool:
-        lack, step_s = self.least
-        return lack == 0 and bound_s >= step_s * (1 - _TOLERANCE)
+    def is_beaten(bound_s: float) -> bool:
+        return least[0] == 0 and bound_s >= least[1] * (1 - _TOLERANCE)
 
-    def _bound_s(self, partition: Partition) -> float:
-        busiest = max(loads_of(self._table, partition).values())
-        return max(busiest, link_bound(self._table, partition))
+    def measure(partition: Partition, _: Measure) -> Measure | None:
+        if evaluator.actions >= until:
+            return None
+        if not fits(table, partition) or is_beaten(least_s(table, partition)):
+            return NEVER
+        return attempt(partition)
 
-    def _all(self) -> Iterator[Partition]:
-        layers = len(self._table.profile.layers)
-        devices = range(len(self._table.profile.devices))
-        for count, placement in self._placements.items():
-            cuts = list(combinations(range(1, layers), len(placement) - 1))
-            sizes = [_sizes((0, *each, layers)) for each in cuts]
-            for order in permutations(devices, count):
-                held = tuple(order[rank] for rank in placement)
-                for each in sizes:
-                    partition = Partition(held, each)
-                    if fits(self._table, partition):
-                        yield partition
+    for each in starts:
+        attempt(each)
+    num_all = sum(
+        math.perm(devices, count) * math.comb(layers - 1, len(placement) - 1)
+        for count, placement in placements.items()
+    )
+    if num_all <= ALL_PARTITIONS:
+        fitting = [one for one in _all(placements, table) if fits(table, one)]
+        bounds = {each: least_s(table, each) for each in fitting}
+        for each in sorted(fitting, key=lambda one: bounds[one]):
+            if evaluator.actions >= until or is_beaten(bounds[each]):
+                break
+            attempt(each)
+    if best is not None:
+        descend(table, best, least, measure)
+    return best, next(iter(undefined.values()), "")
 
 
-def _sizes(bounds: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(end - begin for begin, end in pairwise(bounds))
+def _all(
+    placements: Mapping[int, tuple[int, ...]], table: ProfileTable
+) -> Iterator[Partition]:
+    layers = len(table.profile.layers)
+    for count, placement in placements.items():
+        sizes = [
+            tuple(end - begin for begin, end in pairwise((0, *cuts, layers)))
+            for cuts in combinations(range(1, layers), len(placement) - 1)
+        ]
+        for order in permutations(range(len(table.profile.devices)), count):
+            held = tuple(order[rank] for rank in placement)
+            yield from (Partition(held, each) for each in sizes)

@@ -13,13 +13,16 @@ them. It costs O(k L^2 + k^2 L) for L layers and k places.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.planning.profile import PipelineProfile
+
+HALF_BYTE = 0.5
+"""Added to memory limits, which must be above 0. Activations are whole bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +63,6 @@ class Partition:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Candidate places of stages, in the model's order.
-
-    Attributes:
-        devices: device of each place; a device may have several.
-        held: number of microbatches whose activations must fit, at each place.
-        may_be_empty: whether a place may get no layers.
-    """
-
-    devices: tuple[int, ...]
-    held: tuple[int, ...]
-    may_be_empty: bool = True
-
-
 class ProfileTable:
     """Sums over the layers of a profile, for the inner loops.
 
@@ -95,32 +83,20 @@ class ProfileTable:
         for device in profile.devices:
             on = [layer.times_on(device.kind) for layer in layers]
             parts = (
-                _sums(one.forward_s / device.speed for one in on),
-                _sums(one.input_gradient_s / device.speed for one in on),
-                _sums(one.weight_gradient_s / device.speed for one in on),
-                _sums(one.full_backward_s / device.speed for one in on),
+                (one.forward_s for one in on),
+                (one.input_gradient_s for one in on),
+                (one.weight_gradient_s for one in on),
+                (one.full_backward_s for one in on),
             )
-            self.times.append(parts)
-        self.has_whole_backward = any(
-            times.backward_s is not None
-            for layer in layers
-            for times in layer.times.values()
-        )
-        self.memory = [
-            each if each == math.inf else float(math.floor(each))
-            for each in (device.memory_bytes for device in profile.devices)
-        ]
+            self.times.append([_sums(s / device.speed for s in part) for part in parts])
+        every = [times for layer in layers for times in layer.times.values()]
+        self.has_whole_backward = any(one.backward_s is not None for one in every)
+        limits = [device.memory_bytes for device in profile.devices]
+        self.memory = [one if one == math.inf else one // 1 for one in limits]
         factor = profile.state_factor
         self.state = _sums(math.ceil(factor * one.parameter_bytes) for one in layers)
         self.activation = _sums(math.ceil(one.activation_bytes) for one in layers)
-        self.kept = _sums(
-            math.ceil(
-                one.activation_bytes
-                if one.kept_for_weight_bytes is None
-                else one.kept_for_weight_bytes
-            )
-            for one in layers
-        )
+        self.kept = _sums(math.ceil(one.kept_bytes) for one in layers)
 
     def work(self, device: int, begin: int, end: int) -> float:
         """Seconds of a stage per step: F, and the cheaper of B and I + W."""
@@ -129,13 +105,7 @@ class ProfileTable:
         return self.count * (forward + min(whole, inputs + weights))
 
     def message_s(self, boundary: int, one: int, other: int) -> tuple[float, float]:
-        """Time of a message, and the time for which it occupies the link.
-
-        Args:
-            boundary: index of the layer that receives the message.
-            one: index of the sending device.
-            other: index of the receiving device.
-        """
+        """Time of a message to layer `boundary`, and for which it occupies the link."""
         if one == other:
             return 0.0, 0.0
         link = self.profile.link_between(one, other)
@@ -143,7 +113,7 @@ class ProfileTable:
         return link.latency_s + transfer, transfer
 
     def busy_s(self, boundary: int, device: int, other: int) -> float:
-        """Time for which a message keeps `device` busy; arguments as above."""
+        """Time for which a message keeps `device` busy."""
         if device == other:
             return 0.0
         one = self.profile.devices[device]
@@ -151,35 +121,45 @@ class ProfileTable:
             self.profile.layers[boundary - 1].times_on(one.kind).message_s / one.speed
         )
 
-    def state_bytes(self, partition: Partition) -> list[float]:
-        """Bytes of parameters, gradients and optimizer state of each rank."""
-        bounds, ranks = partition.boundaries, partition.ranks
-        held = [0.0] * len(ranks)
+    def held_bytes(self, sums: list[float], partition: Partition) -> list[float]:
+        """Bytes that each rank's layers hold, of `state`, `activation` or `kept`."""
+        bounds, held = partition.boundaries, [0.0] * len(partition.ranks)
         for stage, rank in enumerate(partition.placement):
-            held[rank] += self.state[bounds[stage + 1]] - self.state[bounds[stage]]
+            held[rank] += sums[bounds[stage + 1]] - sums[bounds[stage]]
         return held
 
 
-def best_partition(table: ProfileTable, places: Places) -> Partition | None:
-    """Partition of least sum-bound for places in a given order.
+def best_partition(
+    table: ProfileTable,
+    devices: tuple[int, ...],
+    held: tuple[int, ...],
+    may_be_empty: bool = True,
+) -> Partition | None:
+    """Partition of least sum-bound for places of stages in the model's order.
 
     Args:
         table: sums over the profile of model and devices.
-        places: candidate stages. A device's memory is divided evenly among its places.
+        devices: device of each place. A device may have several, among which its memory
+            is divided evenly.
+        held: number of microbatches whose activations must fit, at each place.
+        may_be_empty: whether a place may get no layers.
 
     Returns:
         None if no partition fits the memory.
     """
-    num_layers, devices = len(table.profile.layers), places.devices
-    best = [[math.inf] * (num_layers + 1) for _ in devices]
-    ends = [[0] * (num_layers + 1) for _ in devices]
+    num_layers = len(table.profile.layers)
+    best: list[list[float]] = [[] for _ in devices]
+    ends: list[list[int]] = [[] for _ in devices]
     nexts: list[list[int]] = []
-    for place in reversed(range(len(devices))):
-        rest, following = _continuations(table, places, best, place)
+    for place, device in reversed(list(enumerate(devices))):
+        last = len(devices) if may_be_empty else min(place + 2, len(devices))
+        is_last = may_be_empty or place == len(devices) - 1
+        rest, following = _continuations(table, devices[:last], best, place, is_last)
         nexts.append(following)
-        _fill(table, places, place, rest, best[place], ends[place])
+        room = table.memory[device] / devices.count(device)
+        best[place], ends[place] = _ends(table, device, held[place], room, rest)
     nexts.reverse()
-    starts = range(len(devices)) if places.may_be_empty else range(1)
+    starts = range(len(devices)) if may_be_empty else range(1)
     place = min(starts, key=lambda each: best[each][0])
     if best[place][0] == math.inf:
         return None
@@ -198,32 +178,63 @@ def sum_bound(table: ProfileTable, partition: Partition) -> float:
     A lower bound of the makespan if each device has one stage. With several stages on a
     device each stage counts separately.
     """
-    bounds, devices = partition.boundaries, partition.devices
-    reached = most = 0.0
-    for stage, device in enumerate(devices):
-        begin, end = bounds[stage], bounds[stage + 1]
-        if stage:
-            message, transfer = table.message_s(begin, devices[stage - 1], device)
-            most = max(most, reached + table.count * transfer)
-            reached += message
-        most = max(most, reached + table.work(device, begin, end))
-        forward = table.times[device][0]
-        reached += forward[end] - forward[begin]
+    bounds, most = partition.boundaries, 0.0
+    for stage, (left, transfer, arrived) in enumerate(
+        _first_microbatch(table, partition)
+    ):
+        work = table.work(partition.devices[stage], bounds[stage], bounds[stage + 1])
+        most = max(most, left + table.count * transfer, arrived + work)
     return most
 
 
+def link_bound(table: ProfileTable, partition: Partition) -> float:
+    """Seconds until the busiest link has carried a step's messages of one direction.
+
+    `timing` lets messages overlap each other, so no step is shorter than this. Includes
+    the time until the first microbatch's forward reaches the link.
+    """
+    devices, ends = partition.devices, dict[frozenset[int], float]()
+    for stage, (left, transfer, _) in enumerate(_first_microbatch(table, partition)):
+        pair = frozenset(devices[max(stage - 1, 0) : stage + 1])
+        ends[pair] = ends.get(pair, left) + table.count * transfer
+    return max(ends.values())
+
+
+def _first_microbatch(
+    table: ProfileTable, partition: Partition
+) -> Iterator[tuple[float, float, float]]:
+    """The first forward's times at each stage.
+
+    When it reaches the link before the stage, for how long a message occupies that
+    link, and when it arrives at the stage.
+    """
+    bounds, devices, reached = partition.boundaries, partition.devices, 0.0
+    for stage, device in enumerate(devices):
+        left, transfer = reached, 0.0
+        if stage:
+            one = devices[stage - 1]
+            message, transfer = table.message_s(bounds[stage], one, device)
+            reached += message
+        yield left, transfer, reached
+        forward = table.times[device][0]
+        reached += forward[bounds[stage + 1]] - forward[bounds[stage]]
+
+
 def _continuations(
-    table: ProfileTable, places: Places, best: list[list[float]], place: int
+    table: ProfileTable,
+    devices: tuple[int, ...],
+    best: list[list[float]],
+    place: int,
+    may_end: bool,
 ) -> tuple[list[float], list[int]]:
     """Least bound of the rest and its place, by the layer at which `place` ends.
 
     The bound starts when the first microbatch leaves the place.
     """
-    num_layers, devices = len(table.profile.layers), places.devices
+    num_layers = len(table.profile.layers)
     rest = [math.inf] * (num_layers + 1)
     following = [-1] * (num_layers + 1)
-    last = len(devices) if places.may_be_empty else min(place + 2, len(devices))
-    for other in range(place + 1, last):
+    for other in range(place + 1, len(devices)):
         bounds = best[other]
         for at in range(1, num_layers):
             if bounds[at] < rest[at]:
@@ -231,35 +242,28 @@ def _continuations(
                 bound = max(table.count * transfer, message + bounds[at])
                 if bound < rest[at]:
                     rest[at], following[at] = bound, other
-    if places.may_be_empty or place == len(devices) - 1:
+    if may_end:
         rest[num_layers] = 0.0
     return rest, following
 
 
-def _fill(
-    table: ProfileTable,
-    places: Places,
-    place: int,
-    rest: list[float],
-    best: list[float],
-    ends: list[int],
-) -> None:
+def _ends(
+    table: ProfileTable, device: int, held: int, room: float, rest: list[float]
+) -> tuple[list[float], list[int]]:
     """Least bound, and where the place ends, by the layer at which it begins."""
-    device, held = places.devices[place], places.held[place]
     forward, inputs, weights, backward = table.times[device]
     three = zip(forward, inputs, weights, strict=True)
     split = [table.count * sum(each) for each in three]
     whole = [table.count * sum(each) for each in zip(forward, backward, strict=True)]
-    room = table.memory[device] / places.devices.count(device)
     needed = [
         state + held * activation
         for state, activation in zip(table.state, table.activation, strict=True)
     ]
     num_layers = len(forward) - 1
+    best, ends = [math.inf] * (num_layers + 1), [0] * (num_layers + 1)
     for begin in range(num_layers):
-        found = math.inf
         before, before_whole, leaves = split[begin], whole[begin], forward[begin]
-        most = room + needed[begin]
+        found, most = math.inf, room + needed[begin]
         for end in range(begin + 1, num_layers + 1):
             own = split[end] - before
             if whole[end] - before_whole < own:
@@ -272,6 +276,7 @@ def _fill(
             if bound < found:
                 found, ends[begin] = bound, end
         best[begin] = found
+    return best, ends
 
 
 def _sums(values: Iterable[float]) -> list[float]:
@@ -281,10 +286,6 @@ def _sums(values: Iterable[float]) -> list[float]:
 def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
     """Costs of a partition's stages, in seconds and bytes.
 
-    Args:
-        table: sums over the profile of model and devices.
-        partition: partition of the layers; its ranks become those of the costs.
-
     Raises:
         ConfigError: a device's memory is too small for its parameters and their state.
     """
@@ -292,33 +293,30 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
     stages, links = [], []
     for stage, device in enumerate(devices):
         begin, end = bounds[stage], bounds[stage + 1]
-        forward, inputs, weights, whole = table.times[device]
+        sums = (*table.times[device], table.activation, table.kept)
+        forward, inputs, weights, whole, activation, kept = (
+            max(0.0, one[end] - one[begin]) for one in sums
+        )
         # A stage receives and sends once in F, and once in its backward.
         messages_s = sum(
             table.busy_s(bounds[max(stage, other)], device, devices[other])
             for other in (stage - 1, stage + 1)
             if 0 <= other < len(devices)
         )
-
-        def part(sums: list[float], begin: int = begin, end: int = end) -> float:
-            return max(0.0, sums[end] - sums[begin])
-
         stages.append(
             StageCost(
-                forward=messages_s + part(forward),
-                input_gradient=messages_s + part(inputs),
-                weight_gradient=part(weights),
-                backward=(
-                    messages_s + part(whole) if table.has_whole_backward else None
-                ),
-                activation=part(table.activation),
-                kept_for_weight=part(table.kept),
+                forward=messages_s + forward,
+                input_gradient=messages_s + inputs,
+                weight_gradient=weights,
+                backward=messages_s + whole if table.has_whole_backward else None,
+                activation=activation,
+                kept_for_weight=kept,
             )
         )
         if stage:
             links.append(table.message_s(begin, devices[stage - 1], device)[0])
     limits = []
-    states = table.state_bytes(partition)
+    states = table.held_bytes(table.state, partition)
     for device, state in zip(partition.ranks, states, strict=True):
         room = table.memory[device] - state
         if room < 0:
@@ -326,7 +324,7 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
                 f"device {table.profile.devices[device].name} lacks {-room:,.0f} bytes "
                 f"for the parameters of its layers and their state ({state:,.0f})"
             )
-        limits.append(room + 0.5)  # a limit must be above 0; activations are whole
+        limits.append(room + HALF_BYTE)
     return PipelineCosts(
         stages=tuple(stages),
         placement=partition.placement,
@@ -334,23 +332,3 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
         links=tuple(links),
         memory=tuple(limits),
     )
-
-
-def link_bound(table: ProfileTable, partition: Partition) -> float:
-    """Seconds until the busiest link has carried a step's messages of one direction.
-
-    `timing` lets messages overlap each other, so no step is shorter than this. Includes
-    the time until the first microbatch's forward reaches the link.
-    """
-    bounds, devices = partition.boundaries, partition.devices
-    ends: dict[tuple[int, int], float] = {}
-    reached = 0.0
-    for stage in range(1, len(devices)):
-        one, other = devices[stage - 1], devices[stage]
-        forward = table.times[one][0]
-        reached += forward[bounds[stage]] - forward[bounds[stage - 1]]
-        message, transfer = table.message_s(bounds[stage], one, other)
-        key = min(one, other), max(one, other)
-        ends[key] = ends.get(key, reached) + table.count * transfer
-        reached += message
-    return max(ends.values(), default=0.0)

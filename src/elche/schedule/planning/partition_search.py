@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import permutations
 
+from elche.errors import ConfigError
 from elche.schedule.actions import loop_placement, v_placement
 from elche.schedule.codes import Rows
-from elche.schedule.generators.list_scheduling import Rule, list_schedule
-from elche.schedule.generators.looped import (
-    interleaved_rows,
-    one_f_one_b_rows,
-    zb_h1_rows,
-    zb_h2_rows,
-)
-from elche.schedule.generators.schedules import fixed_rows
-from elche.schedule.generators.v_shape import zb_v_rows
+from elche.schedule.generators.list_scheduling import list_schedule
+from elche.schedule.generators.schedules import fixed_orders, fixed_rows
 from elche.schedule.planning.partition import (
     Partition,
     ProfileTable,
@@ -59,20 +55,10 @@ class Evaluator:
     def measure(self, name: str, partition: Partition) -> tuple[float, float]:
         """Missing bytes of the worst rank, and the step time, of a published schedule.
 
-        Args:
-            name: the schedule's name.
-            partition: partition in the schedule's placement.
-
-        Raises:
-            ConfigError: the schedule is not defined for this number of microbatches.
+        Raises ConfigError if it is not defined for this number of microbatches.
         """
         costs = CostTable(costs_of(self.table, partition))
-        count = self.table.count
-        rows = fixed_rows(name, costs, count)
-        self.actions += sum(map(len, rows))
-        held = peaks(rows, costs, count)
-        lack = max(one - limit for one, limit in zip(held, costs.limits, strict=True))
-        time = makespan_of(rows, run_rows(rows, costs, count), costs, count)
+        lack, time = self._timed(fixed_rows(name, costs, self.table.count), costs)
         return max(0.0, lack), max(time, link_bound(self.table, partition))
 
     def ranked(self) -> list[Partition]:
@@ -85,53 +71,49 @@ class Evaluator:
         if not fits(table, partition):
             return math.inf
         costs = CostTable(costs_of(table, partition))
-        best = math.inf
-        for rows in self._rows(partition.placement):
-            self.actions += sum(map(len, rows))
-            held = peaks(rows, costs, count)
-            if all(one <= limit for one, limit in zip(held, costs.limits, strict=True)):
-                starts = run_rows(rows, costs, count)
-                best = min(best, makespan_of(rows, starts, costs, count))
+        timed = [self._timed(rows, costs) for rows in self._rows(costs)]
+        best = min((time for lack, time in timed if lack <= 0), default=math.inf)
         if best == math.inf:
-            rows = list_schedule(costs, count, costs.limits, Rule())
-            self.actions += _LIST_COST * sum(map(len, rows))
-            starts = run_rows(rows, costs, count)
-            best = makespan_of(rows, starts, costs, count)
+            rows = list_schedule(costs, count)
+            self.actions += (_LIST_COST - 1) * sum(map(len, rows))
+            best = self._timed(rows, costs)[1]
         return max(best, link_bound(table, partition))
 
-    def _rows(self, placement: tuple[int, ...]) -> list[Rows]:
-        """Action orders that do not depend on costs; none for an unusual placement."""
-        if placement not in self._orders:
-            self._orders[placement] = self._make_rows(placement)
-        return self._orders[placement]
+    def _timed(self, rows: Rows, costs: CostTable) -> Measure:
+        """Bytes missing on the worst rank (negative if none), and the makespan."""
+        count = self.table.count
+        self.actions += sum(map(len, rows))
+        held = peaks(rows, costs, count)
+        lack = max(one - limit for one, limit in zip(held, costs.limits, strict=True))
+        return lack, makespan_of(rows, run_rows(rows, costs, count), costs, count)
 
-    def _make_rows(self, placement: tuple[int, ...]) -> list[Rows]:
-        count, ranks = self.table.count, max(placement) + 1
-        chunks = len(placement) // ranks
-        if placement == loop_placement(ranks):
-            orders = [zb_h1_rows(ranks, count), zb_h2_rows(ranks, count)]
-            if self.table.has_whole_backward:
-                orders.append(one_f_one_b_rows(ranks, count))
-            return orders
-        if placement == v_placement(ranks):
-            return [zb_v_rows(ranks, count)]
-        in_rounds = count % max(1, count // ranks) == 0
-        if in_rounds and placement == loop_placement(ranks, chunks):
-            return [interleaved_rows(ranks, chunks, count, zero_bubble=True)]
-        return []
+    def _rows(self, costs: CostTable) -> list[Rows]:
+        """Action orders that do not depend on costs; none for an unusual placement."""
+        placement, ranks = costs.rank_of, costs.num_ranks
+        if placement not in self._orders:
+            names: tuple[str, ...] = ()
+            if placement == loop_placement(ranks):
+                whole = ("1f1b",) if self.table.has_whole_backward else ()
+                names = ("zb-h1", "zb-h2", *whole)
+            elif placement == v_placement(ranks):
+                names = ("zb-v",)
+            elif placement == loop_placement(ranks, len(placement) // ranks):
+                names = ("interleaved-zb",)
+            self._orders[placement] = []
+            with suppress(ConfigError):  # not defined for this number of microbatches
+                self._orders[placement] = [
+                    fixed_orders(name, costs, self.table.count)[0][0] for name in names
+                ]
+        return self._orders[placement]
 
 
 def fits(table: ProfileTable, partition: Partition) -> bool:
     """True if each device holds its layers and one microbatch of their activations."""
-    bounds = partition.boundaries
-    needed = table.state_bytes(partition)
-    for stage, rank in enumerate(partition.placement):
-        needed[rank] += (
-            table.activation[bounds[stage + 1]] - table.activation[bounds[stage]]
-        )
+    state = table.held_bytes(table.state, partition)
+    activations = table.held_bytes(table.activation, partition)
     return all(
-        each <= table.memory[device]
-        for each, device in zip(needed, partition.ranks, strict=True)
+        sum(needed) <= table.memory[device]
+        for device, *needed in zip(partition.ranks, state, activations, strict=True)
     )
 
 
@@ -149,9 +131,6 @@ def descend(
         least: measure of `start`.
         measure: measures a partition, given the least measure so far; returns None
             when the budget is spent.
-
-    Returns:
-        A partition at least as good as `start`.
     """
     best, improved = start, True
     while improved:
@@ -167,13 +146,7 @@ def descend(
 
 
 def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
-    """Descends by the simulated step time.
-
-    Args:
-        evaluator: times partitions.
-        start: a partition that fits.
-        actions: approximate budget of timed actions.
-    """
+    """Descends by the simulated step time, with a budget of about `actions`."""
     limit = evaluator.actions + actions
 
     def measure(moved: Partition, _: Measure) -> Measure | None:
@@ -190,16 +163,12 @@ def polish(
 ) -> Partition:
     """Descends by an expensive measure, skipping partitions by their lower bounds.
 
-    Args:
-        table: sums over the profile of model and devices.
-        start: a partition that fits.
-        step_s: computes the seconds of a step.
-        actions: approximate budget of actions, over all measured schedules.
+    The budget is about `actions`, over all measured schedules.
     """
 
     def measure(moved: Partition, least: Measure) -> Measure | None:
         nonlocal actions
-        if not fits(table, moved) or _least_s(table, moved) >= least[1]:
+        if not fits(table, moved) or least_s(table, moved) >= least[1]:
             return NEVER
         if actions <= 0:
             return None
@@ -209,8 +178,8 @@ def polish(
     return descend(table, start, (0.0, step_s(start)), measure)
 
 
-def _least_s(table: ProfileTable, partition: Partition) -> float:
-    """Lower bound of a partition's step time under any schedule."""
+def least_s(table: ProfileTable, partition: Partition) -> float:
+    """Lower bound of the step time under any schedule, of a partition that fits."""
     busiest = table.count * max(CostTable(costs_of(table, partition)).work)
     return max(busiest, link_bound(table, partition))
 
@@ -220,9 +189,6 @@ def balanced(table: ProfileTable, start: Partition) -> Partition:
 
     For several stages per device, where the exact partition balances stages instead of
     devices.
-
-    Returns:
-        A partition that fits, in the placement of `start`.
     """
 
     def measure(moved: Partition, _: Measure) -> Measure:
@@ -250,17 +216,14 @@ def moved_layers(table: ProfileTable, partition: Partition) -> Iterator[Partitio
 
     Moves from busy devices to idle ones come first.
     """
-    sizes, load = partition.sizes, loads_of(table, partition)
-    stages = range(len(sizes))
-    pairs = [(one, to) for one in stages for to in stages if one != to]
-    devices = partition.devices
-    pairs.sort(
-        key=lambda pair: (
-            load[devices[pair[1]]] - load[devices[pair[0]]],
-            abs(pair[1] - pair[0]),
-        )
-    )
-    for one, to in pairs:
+    sizes, devices = partition.sizes, partition.devices
+    load = loads_of(table, partition)
+
+    def promise(pair: tuple[int, ...]) -> tuple[float, int]:
+        one, to = pair
+        return load[devices[to]] - load[devices[one]], abs(to - one)
+
+    for one, to in sorted(permutations(range(len(sizes)), 2), key=promise):
         if sizes[one] > 1:
             changed = list(sizes)
             changed[one] -= 1

@@ -122,14 +122,11 @@ def _times(table: Mapping[str, Any], where: str) -> dict[str, LayerTimes]:
     times = {}
     for kind, each in by_kind.items():
         place = f"{where}, kind {kind!r}" if kind else where
-        forward, inputs, weights = three_times(each, place, "times_s")
+        names = ("forward_s", "input_gradient_s", "weight_gradient_s")
+        values = dict(zip(names, three_times(each, place, "times_s"), strict=True))
         own = backward.get(kind) if isinstance(backward, dict) else backward
-        values = {
-            "forward_s": forward,
-            "input_gradient_s": inputs,
-            "weight_gradient_s": weights,
-            **({} if own is None else {"backward_s": own}),
-        }
+        if own is not None:
+            values["backward_s"] = own
         times[kind] = read_table(LayerTimes, place, values)
     return times
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Schedule
+from elche.schedule.actions import Schedule, check_microbatches
 from elche.schedule.costs import PipelineCosts
-from elche.schedule.generators.schedules import FIXED_SCHEDULES
-from elche.schedule.planning.partition import Partition, ProfileTable
+from elche.schedule.generators.schedules import check_name
+from elche.schedule.planning.partition import HALF_BYTE, Partition, ProfileTable
 from elche.schedule.planning.profile import PipelineProfile
 from elche.schedule.timing import Timing
 
@@ -32,15 +32,9 @@ class PlanConfig:
     use_all_devices: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise ConfigError(
-                f"a step needs at least one microbatch, got {self.num_microbatches}"
-            )
-        if self.schedule not in (*FIXED_SCHEDULES, "auto"):
-            raise ConfigError(
-                f"expected a schedule among {', '.join(FIXED_SCHEDULES)} and auto, got "
-                f"{self.schedule!r}"
-            )
+        check_microbatches(self.num_microbatches)
+        if self.schedule != "auto":
+            check_name(self.schedule)
         if self.stages_per_device < 1:
             raise ConfigError(
                 f"expected at least one stage per device, got {self.stages_per_device}"
@@ -59,7 +53,6 @@ class Candidate:
         timing: simulated times of the schedule.
         step_s: predicted time of a step: the makespan, or the busiest link's time.
         state_bytes: bytes of parameters, gradients and optimizer state of each rank.
-        missing_bytes: largest memory shortage of a rank; 0 if none.
     """
 
     name: str
@@ -69,17 +62,23 @@ class Candidate:
     timing: Timing
     step_s: float
     state_bytes: tuple[float, ...]
-    missing_bytes: float = 0.0
+
+    @property
+    def lacking_bytes(self) -> tuple[float, ...]:
+        """Memory shortage of each rank; negative if memory is left."""
+        pairs = zip(self.timing.peak_activations, self.costs.limits, strict=True)
+        return tuple(peak - limit + HALF_BYTE for peak, limit in pairs)
+
+    @property
+    def missing_bytes(self) -> float:
+        """Largest memory shortage of a rank; 0 if none."""
+        return max(0.0, *self.lacking_bytes)
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
         """Peak memory of each rank: parameters, their state and activations."""
-        return tuple(
-            state + peak
-            for state, peak in zip(
-                self.state_bytes, self.timing.peak_activations, strict=True
-            )
-        )
+        pairs = zip(self.state_bytes, self.timing.peak_activations, strict=True)
+        return tuple(map(sum, pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,30 +203,26 @@ def summary(plan: Plan, profile: PipelineProfile) -> str:
 
 def _table(plan: Plan) -> list[str]:
     """Table of each schedule's cost on its best partition."""
+    rows, equal = list(plan.alternatives), plan.equal_split
+    if equal is not None:
+        missing = equal.missing_bytes
+        reason = f"a device lacks {missing:,.0f} bytes" if missing else ""
+        name = "1f1b, equal split"
+        rows.append(Alternative(name=name, candidate=equal, reason=reason))
     lines = ["alternatives        step_time_s   vs plan   most memory"]
-    for each in plan.alternatives:
-        if each.candidate is None:
+    for each in rows:
+        one = each.candidate
+        if one is None:
             lines.append(f"  {each.name:<17} -  {each.reason}")
             continue
-        mark = " (the plan)" if each.candidate is plan.chosen else ""
-        lines.append(_row(each.name, each.candidate, plan) + mark + _note(each.reason))
-    if plan.equal_split is not None:
-        missing = plan.equal_split.missing_bytes
-        note = f"a device lacks {missing:,.0f} bytes" if missing else ""
-        lines.append(_row("1f1b, equal split", plan.equal_split, plan) + _note(note))
+        ratio = one.step_s / plan.chosen.step_s if plan.chosen.step_s else 1.0
+        lines.append(
+            f"  {each.name:<17} {one.step_s:>11.6g}   {ratio:>6.3f}x   "
+            f"{_size(max(one.memory_bytes)):>11}"
+            + (" (the plan)" if one is plan.chosen else "")
+            + (f"  does not fit: {each.reason}" if each.reason else "")
+        )
     return lines
-
-
-def _row(name: str, candidate: Candidate, plan: Plan) -> str:
-    ratio = candidate.step_s / plan.chosen.step_s if plan.chosen.step_s else 1.0
-    return (
-        f"  {name:<17} {candidate.step_s:>11.6g}   {ratio:>6.3f}x   "
-        f"{_size(max(candidate.memory_bytes)):>11}"
-    )
-
-
-def _note(reason: str) -> str:
-    return f"  does not fit: {reason}" if reason else ""
 
 
 def _alternative(each: Alternative, profile: PipelineProfile) -> dict[str, Any]:

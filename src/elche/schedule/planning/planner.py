@@ -19,18 +19,17 @@ from itertools import chain, islice, pairwise, zip_longest
 
 from elche.errors import ConfigError
 from elche.schedule.generators.auto import auto_schedule
+from elche.schedule.generators.looped import LOOPED
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
-    LOOPED,
     V_SHAPED,
     make_schedule,
     placement_for,
 )
 from elche.schedule.planning.device_orders import device_orders
-from elche.schedule.planning.named_search import NamedSearch
+from elche.schedule.planning.named_search import best_named
 from elche.schedule.planning.partition import (
     Partition,
-    Places,
     ProfileTable,
     best_partition,
     costs_of,
@@ -148,16 +147,16 @@ class _PlanSearch:
         if name == "auto":
             return Alternative(name=name, candidate=self._auto())
         stages = self.config.stages_per_device if name in LOOPED else None
-        search = NamedSearch(self.evaluator, name, stages, self._numbers_of_ranks(name))
-        search.run(self._affordable(self._suiting(name), TRIES))
-        best = search.best
+        starts = self._affordable(self._suiting(name), TRIES)
+        ranks = self._numbers_of_ranks(name)
+        best, reason = best_named(self.evaluator, name, stages, ranks, starts)
         if best is None:
-            reason = search.reason or self._why_not(name)
+            reason = reason or self._why_not(name)
             return Alternative(name=name, candidate=None, reason=reason)
         candidate = self._candidate(name, best)
         if candidate.missing_bytes == 0:
             return Alternative(name=name, candidate=candidate)
-        lacks = self._lacks(candidate)
+        lacks = candidate.lacking_bytes
         device = self.profile.devices[best.ranks[lacks.index(max(lacks))]]
         return Alternative(
             name=name,
@@ -185,9 +184,8 @@ class _PlanSearch:
         each, rest = divmod(layers, devices)
         sizes = tuple(each + (stage < rest) for stage in range(devices))
         partition = Partition(tuple(range(devices)), sizes)
-        return (
-            self._candidate("1f1b", partition) if fits(self.table, partition) else None
-        )
+        does_fit = fits(self.table, partition)
+        return self._candidate("1f1b", partition) if does_fit else None
 
     def _partitions(
         self, orders: Iterable[tuple[int, ...]], stages: int, is_v: bool = False
@@ -200,8 +198,7 @@ class _PlanSearch:
             for held in self._rooms(len(order), stages):
                 for empty in may_be_empty:
                     if empty or len(devices) <= len(self.profile.layers):
-                        places = Places(devices=devices, held=held, may_be_empty=empty)
-                        partition = best_partition(self.table, places)
+                        partition = best_partition(self.table, devices, held, empty)
                         if partition is not None:
                             found[partition] = None
         self.exact.update(found)
@@ -298,25 +295,15 @@ class _PlanSearch:
         else:
             schedule = make_schedule(name, replace(costs, memory=()), self.count)
         timing = simulate(schedule, costs)
-        found = Candidate(
+        return Candidate(
             name=name,
             partition=partition,
             schedule=schedule,
             costs=costs,
             timing=timing,
             step_s=max(timing.makespan, link_bound(self.table, partition)),
-            state_bytes=tuple(self.table.state_bytes(partition)),
+            state_bytes=tuple(self.table.held_bytes(self.table.state, partition)),
         )
-        return replace(found, missing_bytes=max(0.0, *self._lacks(found)))
-
-    def _lacks(self, candidate: Candidate) -> list[float]:
-        """Memory shortage of each rank in bytes; negative if memory is left."""
-        return [
-            needed - self.table.memory[device]
-            for needed, device in zip(
-                candidate.memory_bytes, candidate.partition.ranks, strict=True
-            )
-        ]
 
     def _why_not(self, name: str) -> str:
         each = self.config.stages_per_device if name in LOOPED else 2

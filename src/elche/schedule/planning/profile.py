@@ -41,11 +41,9 @@ class LayerTimes:
     message_s: float = 0.0
 
     def __post_init__(self) -> None:
-        names = ("forward_s", "input_gradient_s", "weight_gradient_s", "message_s")
-        for name in names:
-            _check_amount(name, getattr(self, name))
-        if self.backward_s is not None:
-            _check_amount("backward_s", self.backward_s)
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) is not None:
+                _check_amount(name, getattr(self, name))
 
     @property
     def full_backward_s(self) -> float:
@@ -81,12 +79,17 @@ class LayerProfile:
             _check_amount(name, getattr(self, name))
         if not self.times:
             raise ConfigError(f"{self.name} has no times for any kind of device")
-        kept = self.kept_for_weight_bytes
-        if kept is not None and not 0 <= kept <= self.activation_bytes:
+        if not 0 <= self.kept_bytes <= self.activation_bytes:
             raise ConfigError(
                 "kept_for_weight_bytes is a part of activation_bytes "
-                f"({self.activation_bytes:g}), got {kept}"
+                f"({self.activation_bytes:g}), got {self.kept_bytes}"
             )
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes of a microbatch held from I to W."""
+        kept = self.kept_for_weight_bytes
+        return self.activation_bytes if kept is None else kept
 
     def times_on(self, kind: str) -> LayerTimes:
         """Times on a kind of device.

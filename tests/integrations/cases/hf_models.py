@@ -276,7 +276,7 @@ def alone(name: str, folder: Path | None = None) -> Ran:
         evaluated = loss_of(model.eval()(**batch), target).item()
     tokens = None
     if model.can_generate():
-        key, given = _prompt(batch)
+        _, given = _prompt(batch)
         fixed = {"eos_token_id": None, "pad_token_id": None, "do_sample": False}
         tokens = model.generate(**given, **fixed, max_new_tokens=NEW_TOKENS)
         tokens = tokens[:, -NEW_TOKENS:]

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -210,35 +210,15 @@ class PipelineContenders:
 
     def _torch(self, name: str) -> _Contender:
         """One of torch's schedules, on an equal split or the best one by hand."""
-        ranks, schedule = self._config.num_ranks, name.removesuffix(" by hand")
-        placement = {
-            "torch-1f1b": loop_placement(ranks),
-            "torch-interleaved-zb": loop_placement(ranks, 2),
-            "torch-zb-v": v_placement(ranks),
-        }[schedule]
+        schedule = name.removesuffix(" by hand")
+        placement = torch_placement(schedule, self._config.num_ranks)
         sizes = self._config.equal_split(len(placement))
         if name in BY_HAND:
             sizes = self._config.split_by_hand(placement)
-        layers = self._layers()
-        stages = []
-        for index in (i for i, rank in enumerate(placement) if rank == self._rank):
-            begin = sum(sizes[:index])
-            part = nn.Sequential(*layers[begin : begin + sizes[index]])
-            stage: Any = PipelineStage(part, index, len(placement), torch.device("cpu"))
-            # Torch 2.11 first sends something to every neighbour to make NCCL
-            # connect. In a V a neighbour is the rank itself: gloo refuses that ("Pair
-            # is not connected"), and it is connected anyway.
-            stage._get_init_p2p_neighbors_ops = list
-            self._emulated.around(stage, self._torch_calls(sizes[index]))
-            stages.append(stage)
-        count = self._config.microbatches
-        made: Any
-        if schedule == "torch-1f1b":
-            made = Schedule1F1B(stages[0], count, F.mse_loss)
-        elif schedule == "torch-zb-v":
-            made = ScheduleZBVZeroBubble(stages, count, F.mse_loss)
-        else:
-            made = ScheduleInterleavedZeroBubble(stages, count, F.mse_loss)
+        stages = torch_stages(self._layers(), sizes, placement, self._rank)
+        for stage in stages:
+            self._emulated.around(stage, self._torch_calls(sizes[stage.stage_index]))
+        made = torch_schedule(schedule, stages, self._config.microbatches)
         batch = (self._batch,) if placement[0] == self._rank else ()
         target = self._target if placement[-1] == self._rank else None
         parameters = [p for stage in stages for p in stage.submod.parameters()]
@@ -258,6 +238,44 @@ class PipelineContenders:
             "backward_one_chunk": backward,
             "backward_weight_one_chunk": one,
         }
+
+
+def torch_placement(schedule: str, ranks: int) -> tuple[int, ...]:
+    """Device of each of its stages."""
+    return {
+        "torch-1f1b": loop_placement(ranks),
+        "torch-interleaved-zb": loop_placement(ranks, 2),
+        "torch-zb-v": v_placement(ranks),
+    }[schedule]
+
+
+def torch_stages(
+    layers: Sequence[nn.Module],
+    sizes: Sequence[int],
+    placement: Sequence[int],
+    rank: int,
+) -> list[Any]:
+    """A rank's stages of torch."""
+    stages = []
+    for index in (i for i, device in enumerate(placement) if device == rank):
+        begin = sum(sizes[:index])
+        part = nn.Sequential(*layers[begin : begin + sizes[index]])
+        stage: Any = PipelineStage(part, index, len(placement), torch.device("cpu"))
+        # Torch 2.11 first sends something to every neighbour to make NCCL
+        # connect. In a V a neighbour is the rank itself: gloo refuses that ("Pair
+        # is not connected"), and it is connected anyway.
+        stage._get_init_p2p_neighbors_ops = list
+        stages.append(stage)
+    return stages
+
+
+def torch_schedule(schedule: str, stages: list[Any], microbatches: int) -> Any:
+    """One of `TORCH_CONTENDERS` over a rank's stages."""
+    if schedule == "torch-1f1b":
+        return Schedule1F1B(stages[0], microbatches, F.mse_loss)
+    if schedule == "torch-zb-v":
+        return ScheduleZBVZeroBubble(stages, microbatches, F.mse_loss)
+    return ScheduleInterleavedZeroBubble(stages, microbatches, F.mse_loss)
 
 
 def main(path: str) -> None:

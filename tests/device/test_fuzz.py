@@ -21,18 +21,24 @@ from tests.device.cases import draws
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
 LOOPS = range(FIRST, FIRST + int(os.environ.get("FUZZ_LOOPS", "24")))
 PAIRS = range(FIRST, FIRST + int(os.environ.get("FUZZ_PAIRS", "8")))
-BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-1, torch.float16: 5e-2}
 """Largest distance of parameters, of their norm."""
 
 
-def check(found: dict[str, Any], expected: dict[str, Any], loop: draws.Loop) -> None:
+def check(
+    found: dict[str, Any],
+    expected: dict[str, Any],
+    loop: draws.Loop,
+    bound: float | None = None,
+) -> None:
     ours, theirs = (
         torch.cat([each.double().flatten() for each in one["state"].values()])
         for one in (found, expected)
     )
     distance = float((ours - theirs).norm() / theirs.norm())
-    assert distance <= BOUNDS[loop.dtype], loop
-    bound = 100 * BOUNDS[loop.dtype]
+    bound = BOUNDS[loop.dtype] if bound is None else bound
+    assert distance <= bound, loop
+    bound *= 100
     assert found["scores"] == pytest.approx(expected["scores"], bound, bound), loop
 
 
@@ -44,6 +50,8 @@ def test_a_loop_on_late_streams(device: torch.device, seed: int) -> None:
     with delays(loop.pattern, loop.longest_us, seed + 1):
         found = draws.train(seed, loop, elche)
     check(found, expected, loop)
+    if loop.dtype != torch.float32:  # sharper than what rounding leaves
+        check(found, draws.train(seed, loop, elche), loop, bound=0.0)
     assert found["samples"] == expected["samples"]
 
 

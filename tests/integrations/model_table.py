@@ -3,35 +3,61 @@
     python -m tests.integrations.model_table [--cells zb-v:2 ...] [--models Llama ...]
 
 Each row has the worst relative error of losses and gradients against one process, or
-why the model was refused.
+why the model was refused. `load` builds the model on the meta device and loads the
+weights from files, `generate` compares the chosen tokens; both as zb-v on two ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import transformers
 
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.integrations.cases.hf_models import FAMILIES, alone, piped, worst_error
+from tests.integrations.cases.hf_models import (
+    FAMILIES,
+    Ran,
+    alone,
+    piped,
+    worst_error,
+)
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "auto")
+LOAD, GENERATE = "load:2", "generate:2"
 CELLS = [f"{schedule}:{ranks}" for ranks in (2, 3) for schedule in SCHEDULES]
+CELLS += [LOAD, GENERATE]
 
 
-def cell(pool: RankPool, name: str, schedule: str) -> tuple[int, str]:
+def cell(pool: RankPool, name: str, column: str) -> tuple[int, str]:
     """Number of layers of a model, and its cell of the table."""
-    expected = alone(name)
-    found = pool.run(piped, name, schedule, case_setup=serve_in_thread)
-    error = 0.0 if found[0].refused else worst_error(found, expected)
+    schedule = "zb-v" if column in (LOAD, GENERATE) else column.partition(":")[0]
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) if column == LOAD else None
+        expected = alone(name, folder)
+        generates = column == GENERATE and expected.tokens is not None
+        found = pool.run(
+            piped, name, schedule, folder, generates, case_setup=serve_in_thread
+        )
+    if found[0].refused:
+        return found[0].layers, found[0].refused
+    if column == GENERATE:
+        return found[0].layers, _tokens(found, expected)
+    error = worst_error(found, expected)
     is_exact = error <= FAMILIES[name].tolerance
-    return found[0].layers, found[
-        0
-    ].refused or f"{error:.0e}{' WRONG' * (not is_exact)}"
+    return found[0].layers, f"{error:.0e}{' WRONG' * (not is_exact)}"
+
+
+def _tokens(found: list[Ran], expected: Ran) -> str:
+    if expected.tokens is None:
+        return "-"
+    equal = [one.tokens.tolist() == expected.tokens.tolist() for one in found]
+    return "equal" if all(equal) else "WRONG"
 
 
 def main() -> None:
@@ -48,8 +74,7 @@ def main() -> None:
             begun_s = time.monotonic()
             row: list[str] = []
             for one in asked.cells:
-                schedule, _, ranks = one.partition(":")
-                layers, found = cell(pools[ranks], name, schedule)
+                layers, found = cell(pools[one[-1]], name, one)
                 row.append(found)
             spent_s = time.monotonic() - begun_s
             print(f"| {name} | {layers} | {' | '.join(row)} | {spent_s:.0f} |")

@@ -50,6 +50,18 @@ def test_each_rank_reads_its_own_layers(
     assert not names <= found[1].own
 
 
+@pytest.mark.distributed
+def test_replicas_read_their_layers(ranks4: RankPool, tmp_path: Path) -> None:
+    expected = alone("llama", tmp_path)
+    found = ranks4.run(loaded, "llama", tmp_path, "1f1b", 2, case_setup=serve_in_thread)
+    for one in found:
+        assert one.loss == pytest.approx(expected.loss, rel=1e-6)
+        mine = {name: expected.gradients[name] for name in one.gradients}
+        assert furthest(one.gradients, mine) <= 1e-12
+        assert one.read <= one.own, "nothing of other ranks"
+    assert sum(len(one.own) for one in found) < 3 * len(expected.gradients)
+
+
 def test_a_rank_computes_what_no_file_has() -> None:
     """By transformers' own initialisation, also where nothing is loaded afterwards."""
     found, deviations = initialised("llama")

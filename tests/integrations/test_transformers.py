@@ -231,12 +231,19 @@ def test_without_transformers_it_says_what_to_install(
         importlib.import_module("elche.integrations.transformers")
 
 
-def test_the_example_prints_the_same_on_two_devices() -> None:
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("hf_trainer", "loss per token: 3.*2.*"),
+        ("hf_pipeline", r"epoch 1: loss .*, held out .*"),
+    ],
+)
+def test_an_example_prints_the_same_on_two_devices(name: str, pattern: str) -> None:
     root = Path(__file__).parents[2]
     launcher = ("-m", "elche", "run", "--speeds", "1,0.3", "--ms-per-sample", "0.1")
     alone, shared = (
         subprocess.run(
-            (sys.executable, *options, "examples/hf_trainer.py"),
+            (sys.executable, *options, f"examples/{name}.py"),
             capture_output=True,
             text=True,
             timeout=280,
@@ -246,6 +253,6 @@ def test_the_example_prints_the_same_on_two_devices() -> None:
         for options in ((), launcher)
     )
     assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
-    assert re.search("loss per token: 3.*2.*", alone.stdout)
-    said = [re.findall("loss per token: .*", each.stdout) for each in (alone, shared)]
+    assert re.search(pattern, alone.stdout)
+    said = [re.findall("(?:epoch|loss per).*", each.stdout) for each in (alone, shared)]
     assert said[0] == said[1]

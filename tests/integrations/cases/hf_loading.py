@@ -73,8 +73,8 @@ def alone(family: str, folder: Path) -> Trained:
     return Trained(loss, gradients, logits, tokens, set(), set())
 
 
-def loaded(family: str, folder: Path, schedule: str) -> Trained:
-    """The same on a rank that reads its own layers only."""
+def loaded(family: str, folder: Path, schedule: str, replicas: int = 1) -> Trained:
+    """The same on a rank that reads its own layers only; replicas choose no tokens."""
     with torch.device("meta"):
         model = model_of(Tokens(family))
     read: set[str] = set()
@@ -94,6 +94,8 @@ def loaded(family: str, folder: Path, schedule: str) -> Trained:
             name: one[:2] if name != "use_cache" else one for name, one in batch.items()
         },
         init="load",
+        replicas=replicas,
+        split_batches=True,
         **CALM,
     ) as pipe:
         with patch.object(WeightFiles, "__getitem__", seen):
@@ -101,7 +103,9 @@ def loaded(family: str, folder: Path, schedule: str) -> Trained:
         loss = pipe.step(batch, IDS).loss
         gradients = {n: p.grad.clone() for n, p in pipe.named_parameters()}
         logits = pipe.evaluate({"input_ids": IDS}, outputs="all").outputs["logits"]
-        tokens = pipe.generate(prompt(), max_new_tokens=NEW_TOKENS)
+        tokens = prompt()
+        if replicas == 1:
+            tokens = pipe.generate(tokens, max_new_tokens=NEW_TOKENS)
         return Trained(
             loss, gradients, logits, tokens, read, set(pipe.local_state_dict())
         )

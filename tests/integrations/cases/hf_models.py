@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from elche.errors import ConfigError
 from elche.pipeline.pipeline import Pipeline
 from tests.pipeline.cases.pipeline_cases import CALM
 
-WORDS, LENGTH, SAMPLES = 29, 6, 8
+WORDS, LENGTH, SAMPLES, NEW_TOKENS = 29, 6, 8, 5
 _SMALL = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -219,6 +220,7 @@ class Ran:
         loss: of the batch, in training.
         evaluated: loss in evaluation.
         gradients: gradients by parameter name, of this rank's parameters.
+        tokens: chosen by generate, of models that have it.
     """
 
     refused: str = ""
@@ -226,6 +228,7 @@ class Ran:
     loss: float = 0.0
     evaluated: float = 0.0
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    tokens: torch.Tensor | None = None
 
 
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -244,10 +247,24 @@ def _target(family: Family, samples: int) -> torch.Tensor:
     return torch.randint(family.words, logits.shape[:-1])
 
 
-def alone(name: str) -> Ran:
-    """A batch in one process, without micro-batches."""
+def _prompt(batch: dict[str, torch.Tensor]) -> tuple[str, dict[str, torch.Tensor]]:
+    """Name of the tokens that generate continues, and the rest of the input."""
+    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+    whole = {one: value for one, value in batch.items() if "attention" not in one}
+    return name, {one: value[:2] for one, value in whole.items()}
+
+
+def alone(name: str, folder: Path | None = None) -> Ran:
+    """A batch in one process, without micro-batches.
+
+    Args:
+        name: of the family.
+        folder: takes the weights, where given.
+    """
     family = FAMILIES[name]
     model, batch = family.model(), family.batch(2, SAMPLES)
+    if folder is not None:
+        model.save_pretrained(folder, save_original_format=False)
     target = _target(family, SAMPLES)
     loss = loss_of(model(**batch), target)
     loss.backward()
@@ -257,13 +274,30 @@ def alone(name: str) -> Ran:
     }
     with torch.no_grad():
         evaluated = loss_of(model.eval()(**batch), target).item()
-    return Ran("", 0, loss.item(), evaluated, gradients)
+    tokens = None
+    if model.can_generate():
+        _, given = _prompt(batch)
+        fixed = {"eos_token_id": None, "pad_token_id": None, "do_sample": False}
+        tokens = model.generate(**given, **fixed, max_new_tokens=NEW_TOKENS)
+        tokens = tokens[:, -NEW_TOKENS:]
+    return Ran("", 0, loss.item(), evaluated, gradients, tokens)
 
 
-def piped(name: str, schedule: str) -> Ran:
-    """The same on a rank of a pipeline, with four micro-batches."""
+def piped(
+    name: str, schedule: str, folder: Path | None = None, generates: bool = False
+) -> Ran:
+    """The same on a rank of a pipeline, with four micro-batches.
+
+    Args:
+        name: of the family.
+        schedule: of the pipeline.
+        folder: weights of the model, which is built on the meta device then.
+        generates: continues two sequences, too.
+    """
     family = FAMILIES[name]
-    model, batch = family.model(), family.batch(2, SAMPLES)
+    batch = family.batch(2, SAMPLES)
+    with torch.device("cpu" if folder is None else "meta"):
+        model = family.model()
     config: Any = model.config
     fixed = {"use_cache": False} if hasattr(config, "use_cache") else {}
     try:
@@ -273,8 +307,11 @@ def piped(name: str, schedule: str) -> Ran:
             micro_batches=4,
             schedule=schedule,
             sample={**fixed, **family.batch(1, 2)},
+            init=None if folder is None else "load",
             **CALM,
         ) as pipe:
+            if folder is not None:
+                pipe.load(folder)
             target = _target(family, SAMPLES)
             loss = pipe.step(batch, target).loss
             gradients = {
@@ -284,8 +321,15 @@ def piped(name: str, schedule: str) -> Ran:
             evaluated = pipe.evaluate(batch, target).loss
             assert loss is not None
             assert evaluated is not None
-            layers = sum(pipe.partition)
-            return Ran("", layers, loss, evaluated, gradients)
+            found = Ran("", sum(pipe.partition), loss, evaluated, gradients)
+            if generates:
+                key, given = _prompt(batch)
+                found.tokens = pipe.generate(
+                    given[key],
+                    max_new_tokens=NEW_TOKENS,
+                    batch_of=lambda tokens: {**given, key: tokens},
+                )[:, -NEW_TOKENS:]
+            return found
     except ConfigError as error:
         return Ran(refused=str(error))
 

@@ -74,8 +74,8 @@ class Segment(nn.Module):
             raise ConfigError(
                 f"code after {', '.join(modes)} differs between training and "
                 "evaluation, and some of these modules and the model around them are "
-                "in training, some not; put them into one mode (pipe.train()), or cut "
-                "between them (split_points=)"
+                "in training, some not; set one mode (pipe.train(), not the "
+                "model's own train or eval), or cut between them (split_points=)"
             )
         return self.training
 

@@ -112,10 +112,13 @@ def _device_of(model: nn.Module) -> torch.device:
         held = [*model.parameters(), held[-1]]
     other = next((one.device for one in held[:-1] if one.device != device), device)
     if other != device:
-        raise ConfigError(
-            f"the model is on {device} and on {other}; move it to one device, the "
-            "pipeline moves each rank's part to its own"
-        )
+        remedy = "move it to one device, the pipeline moves each rank's part to its own"
+        if "meta" in (device.type, other.type):
+            remedy = (
+                "build all of it on the meta device, and load the weights into the "
+                'pipeline (init="load", then pipe.load or pipe.load_state_dict)'
+            )
+        raise ConfigError(f"the model is on {device} and on {other}; {remedy}")
     return device
 
 

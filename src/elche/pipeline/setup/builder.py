@@ -194,9 +194,10 @@ def _checked(
         if own.fault and config.weight_of is None and config.loss_reduction == "mean":
             raise ConfigError(
                 "loss_fn=None takes the loss that the model computes, which must be a "
-                f"mean over labels or samples, and {own.fault}; pass "
+                f"mean over labels or samples, and {own.fault}; if it is a mean, pass "
                 "weight_of=lambda batch: the count that it is a mean over, or "
-                'loss_reduction="sum" if it is divided by a count of the whole step'
+                'loss_reduction="sum" if it is divided by a count of the whole step '
+                "(a loss that compares samples is neither: it needs the whole batch)"
             )
         return own
     if loss_fn is None or not callable(loss_fn) or isinstance(loss_fn, type):

@@ -62,7 +62,7 @@ def unsent(reducer: GradientReducer, weight: float) -> dict[int, torch.Tensor]:
         assert coded is not None
         units = torch.full_like(coded.residual, weight)
         units[coded._hops.own.start : coded._hops.own.stop] = (
-            1 / coded._peers.world_size
+            1 / coded._group.world_size
         )
         parts = bucket._layout.parts(units * coded.residual)
         found |= dict(zip([at[id(p)] for p in bucket.parameters], parts, strict=True))

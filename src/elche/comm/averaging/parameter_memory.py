@@ -15,8 +15,7 @@ from torch import nn
 
 from elche.comm.averaging.averager_state import dtype_name
 from elche.comm.averaging.outer import OuterOptimizer
-from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.codec.coded_exchange import CodedExchange, open_coded_exchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.process_group import Group

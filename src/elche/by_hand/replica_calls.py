@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elche.comm.gradients.buckets.bucket import BucketLayout
+from elche.comm.tensors.flat import wire_dtype
 from elche.comm.tensors.unshareable import difference, model_layout
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group, gather_texts
@@ -170,10 +171,12 @@ class GradientExchange:
         self._messages = []
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
-            by_dtype.setdefault(_sum_dtype(parameter), []).append(parameter)
+            by_dtype.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
         for dtype, members in by_dtype.items():
             layout = BucketLayout(members, keeps_strides=False, dtype=dtype)
-            exchange = open_exchange(self._group, layout.numel, dtype, CPU, sides=2)
+            exchange = open_exchange(
+                self._group, layout.numel, layout.dtype, CPU, sides=2
+            )
             self._messages.append(_Message(members, layout, exchange))
 
     @torch.no_grad()
@@ -206,8 +209,3 @@ def check_gradients(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name}: sparse gradients cannot be reduced; use sparse=False"
             )
-
-
-def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    is_double = parameter.dtype in (torch.float64, torch.complex128)
-    return torch.float64 if is_double else torch.float32

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_message import CodedMessage
+from elche.comm.codec.codec import CODECS, CodedMessage
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.errors import MismatchError

@@ -63,17 +63,13 @@ class ParameterMemory:
         """Host memory (bytes): θ_k, messages, momentum, kept drift, scratch, codec."""
         copies = 1 + self.exchange.sides + self._has_momentum + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
-            copies += not self._drift_is_sent
+            is_sent = self.exchange.keeps_contribution and self._weight in (0, 1)
+            copies += not is_sent  # else the drift lies in its message
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._carried is None else self._carried.numel()
         held = numel * self._base_memory.element_size()
         return held + self.exchange.extra_bytes
-
-    @property
-    def _drift_is_sent(self) -> bool:
-        """True if the drift needs no memory in addition to its message."""
-        return self.exchange.keeps_contribution and self._weight in (0, 1)
 
     @property
     def exchange(self) -> Exchange:

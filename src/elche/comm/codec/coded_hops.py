@@ -26,8 +26,7 @@ from typing import Any, final
 
 import torch
 
-from elche.comm.codec.codec import Codec
-from elche.comm.codec.codec_message import CodedMessage, chunks_of, parts_of
+from elche.comm.codec.codec import Codec, CodedMessage, chunks_of, parts_of
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ProtocolError
 

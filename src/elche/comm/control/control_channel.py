@@ -26,10 +26,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elche.comm.control.addresses import UNREACHABLE, give_up_after
-from elche.comm.control.frames import FrameCodec
-from elche.comm.control.greeting import (
+from elche.comm.control.frames import (
     RESUME_S,
     UNREACHABLE_S,
+    FrameCodec,
     Reconnect,
     reach,
 )

@@ -33,9 +33,6 @@ class ManualRun:
         group: process group of all ranks.
         worker: this rank's worker; None in a single-rank run, which needs no other
             process and no socket.
-
-    Attributes:
-        group: process group of all ranks.
     """
 
     def __init__(self, group: Group, worker: Worker | None) -> None:

@@ -93,11 +93,6 @@ class Replica:
     Collective calls raise MismatchError if the models differ, ProtocolError if ranks
     make different calls, and CommunicationError if a rank has died or timed out.
 
-    Args:
-        model: this rank's copy of the model.
-        group: process group of all ranks.
-        name: model name for error messages.
-
     Attributes:
         model: this rank's copy of the model.
         group: process group of all ranks.

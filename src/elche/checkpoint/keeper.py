@@ -22,8 +22,7 @@ from typing import Any, Final, final
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from elche.checkpoint.contents import Contents
-from elche.checkpoint.saved_run import SavedContents, SavedRun
+from elche.checkpoint.contents import Contents, SavedContents, SavedRun
 from elche.checkpoint.state_transfer import packed, refused, send, unpacked
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter

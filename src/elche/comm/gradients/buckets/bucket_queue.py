@@ -20,11 +20,9 @@ from typing import NoReturn, final
 import torch
 from torch import nn
 
-from elche.comm.gradients.buckets.bucket import Bucket, PassOptions
+from elche.comm.gradients.buckets.bucket import WHAT, Bucket, PassOptions
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
-
-WHAT = "the reduction of gradients"
 
 
 @dataclass(slots=True)

@@ -350,12 +350,12 @@ def twice_as(folder: Path) -> None:
         (
             lambda folder: set_up() and elche.save_every(folder, every_s=0.0),
             ConfigError,
-            "expected every_s above 0, got 0.0",
+            "expected every_s to be a positive finite number, got 0.0",
         ),
         (
             lambda folder: set_up() and elche.save_every(folder, keep=0),
             ConfigError,
-            "expected keep of at least 1, got 0",
+            "expected keep to be an int >= 1, got 0",
         ),
     ],
 )

@@ -24,7 +24,7 @@ from elche.comm.averaging.optimizer_state import Optimizers, forget_state
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.model_buffers.window_buffers import WindowBuffers
-from elche.comm.tensors.flat import all_finite
+from elche.comm.tensors.flat import all_finite, wire_dtype
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
@@ -84,11 +84,11 @@ class Averager:
     @torch.no_grad()
     def build(self) -> None:
         """Lays out messages and takes the parameters as common; a collective call."""
-        self._groups = ParameterGroup.by_dtype(
-            self._parameters,
-            is_overlapped=self.is_overlapped,
-            has_momentum=self._has_momentum,
-        )
+        members: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
+        kind = {"is_overlapped": self.is_overlapped, "has_momentum": self._has_momentum}
+        self._groups = [ParameterGroup(p, d, **kind) for d, p in members.items()]
         self._buffers.agree()
         self.connect(self._group)
         self.rebase()

@@ -51,7 +51,7 @@ class ParameterGroup:
         dtype: torch.dtype,
         *,
         is_overlapped: bool,
-        has_momentum: bool = True,
+        has_momentum: bool,
     ) -> None:
         self._has_momentum = has_momentum
         self._layout = FlatLayout(parameters, dtype)
@@ -65,27 +65,6 @@ class ParameterGroup:
         self._side = self._messages_sent = 0
         self._is_begun = False
         self._lay_out()
-
-    @staticmethod
-    def by_dtype(
-        parameters: Sequence[nn.Parameter],
-        *,
-        is_overlapped: bool,
-        has_momentum: bool = True,
-    ) -> list[ParameterGroup]:
-        """Makes a group per wire dtype, in the order in which dtypes appear."""
-        members: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
-        return [
-            ParameterGroup(
-                each,
-                dtype,
-                is_overlapped=is_overlapped,
-                has_momentum=has_momentum,
-            )
-            for dtype, each in members.items()
-        ]
 
     @property
     def host_bytes(self) -> int:

@@ -346,7 +346,11 @@ def twice_as(folder: Path) -> None:
         (no_state, ConfigError, r"expected object 0 to have state_dict\(\)"),
         (twice_as, ConfigError, "two objects are registered as 'a'"),
         (lambda folder: elche.save(folder), ConfigError, r"elche.save\(\) needs a run"),
-        (lambda folder: elche.epochs(-1), ConfigError, "number of epochs from 0 on"),
+        (
+            lambda folder: elche.epochs(-1),
+            ConfigError,
+            "the number of epochs to be an int >= 0",
+        ),
         (
             lambda folder: set_up() and elche.save_every(folder, every_s=0.0),
             ConfigError,

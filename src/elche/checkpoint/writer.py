@@ -218,11 +218,7 @@ class CheckpointWriter:
 
 
 def _write_part(
-    path: Path,
-    run_id: str,
-    tree: Any,
-    tensors: Mapping[str, Tensor],
-    before: Records,
+    path: Path, run_id: str, tree: Any, tensors: Mapping[str, Tensor], before: Records
 ) -> Records:
     """Writes one part: first its tensors, then the JSON file that marks it complete.
 

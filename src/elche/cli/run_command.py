@@ -16,11 +16,7 @@ from elche.config import POLICIES
 from elche.errors import ConfigError
 
 if TYPE_CHECKING:
-    from elche.runtime.process.launch_config import (
-        Display,
-        LaunchConfig,
-        LaunchResult,
-    )
+    from elche.runtime.process.launch_config import Display, LaunchConfig, LaunchResult
 
 
 def numbers(
@@ -83,9 +79,7 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Time per batch of an emulated device beside its samples'; default: 0.",
 )
 @click.option(
-    "--policy",
-    type=click.Choice(POLICIES),
-    help="Policy where the script names none.",
+    "--policy", type=click.Choice(POLICIES), help="Policy where the script names none."
 )
 @click.option(
     "--story",

@@ -29,10 +29,7 @@ from typing import Any, NoReturn, final
 from torch import nn
 from typing_extensions import override
 
-from elche.comm.averaging.averager_state import (
-    packed_residuals,
-    unpacked_residuals,
-)
+from elche.comm.averaging.averager_state import packed_residuals, unpacked_residuals
 from elche.comm.gradients.buckets.bucket import PassOptions
 from elche.comm.gradients.buckets.bucket_pass import BucketPass, Phase
 from elche.comm.gradients.buckets.bucket_queue import Reduced, formats_agree

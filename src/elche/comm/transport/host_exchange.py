@@ -231,12 +231,7 @@ class HostExchange(MemoryExchange):
 
 
 def open_by_hosts(
-    group: Group,
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    sums: int = 1,
+    group: Group, numel: int, dtype: torch.dtype, device: torch.device, *, sums: int = 1
 ) -> Exchange:
     """Makes a one-sided exchange that sums inside hosts first; a collective call.
 

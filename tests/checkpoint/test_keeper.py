@@ -349,7 +349,7 @@ def twice_as(folder: Path) -> None:
         (
             lambda folder: elche.epochs(-1),
             ConfigError,
-            "the number of epochs to be an int >= 0",
+            "number of epochs to be an int",
         ),
         (
             lambda folder: set_up() and elche.save_every(folder, every_s=0.0),

@@ -87,8 +87,15 @@ class Averager:
         members: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
-        kind = {"is_overlapped": self.is_overlapped, "has_momentum": self._has_momentum}
-        self._groups = [ParameterGroup(p, d, **kind) for d, p in members.items()]
+        self._groups = [
+            ParameterGroup(
+                each,
+                dtype,
+                is_overlapped=self.is_overlapped,
+                has_momentum=self._has_momentum,
+            )
+            for dtype, each in members.items()
+        ]
         self._buffers.agree()
         self.connect(self._group)
         self.rebase()

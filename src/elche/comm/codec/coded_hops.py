@@ -116,9 +116,11 @@ class CodedHops:
         self._weight = float(contribution[-1])
         self.has_summed = False
         self._number += 1
-        sums = {rank: self._sums[rank] for rank in self._gathered}
-        self._arrivals = [self._begun("recv", *at, 0) for at in self._gathered.items()]
-        self._sum_arrivals = [self._begun("recv", *at, 1) for at in sums.items()]
+        gathered = self._gathered
+        self._arrivals = [self._begun("recv", r, m, 0) for r, m in gathered.items()]
+        self._sum_arrivals = [
+            self._begun("recv", rank, self._sums[rank], 1) for rank in gathered
+        ]
         for rank, message in self._offers.items():
             self._encode_offer(message)
             self._offered.append(self._begun("send", rank, message, 0))

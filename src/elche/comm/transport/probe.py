@@ -72,8 +72,8 @@ def message_times_s(
             spent_s += last_s
         if number == rounds or (number and spent_s + slowest_s > MOST_S):
             break
-        started_s = time.perf_counter()
         exchange.contribution(0).zero_()
+        started_s = time.perf_counter()
         exchange.begin(0)
         exchange.finish("probing the link")
         taken_s = time.perf_counter() - started_s

@@ -172,7 +172,7 @@ def _misuse(case: str) -> str:
         ("gradients", "is of averaged parameters, and this run reduces gradients"),
         ("version", "expected a state of version 2, got 7"),
         ("samples", "expected samples in the state to be an int >= 0, got -1"),
-        ("steps", r"expected steps from 0\.0 on in the state, got nan"),
+        ("steps", r"expected steps in the state to be a finite number >= 0, got nan"),
         ("entries", r"expected a state with entries \[.*\], got \['model'\]"),
         ("codec", "rank 0 cannot load its state: expected 323 elements of float32"),
         ("loop", r"state_dict\(\) inside an epoch"),

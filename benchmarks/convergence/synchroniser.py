@@ -11,8 +11,7 @@ from torch import Tensor
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.replicas import Replicas
 from elche.comm.averaging.outer import OuterOptimizer, OuterStep
-from elche.comm.codec.codec import Codec, codec_named
-from elche.comm.codec.codec_message import CodedMessage
+from elche.comm.codec.codec import Codec, CodedMessage, codec_named
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from benchmarks.hetero.bench import BenchConfig, run_bench
-from elche.cli.rank_options import names, numbers
+from elche.cli.run_command import names, numbers
 from elche.config import POLICIES
 from elche.errors import ConfigError
 from elche.monitor.results import log_to_stderr

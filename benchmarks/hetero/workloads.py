@@ -12,12 +12,13 @@ from torch.optim import SGD, Muon, Optimizer
 from torch.utils.data import TensorDataset
 
 from benchmarks.hetero.networks import ConvNet, ResidualMLP
-from elche.demo.gpt import GPT, GPTConfig
 from elche.demo.text import VOCABULARY_SIZE
 from elche.demo.workload import (
     BATCH_SIZE,
+    GPT,
     GPT_MODEL,
     Batch,
+    GPTConfig,
     LanguageModel,
     Workload,
     language_workload,

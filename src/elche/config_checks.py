@@ -17,6 +17,7 @@ def check_fields(
     *,
     whole: Mapping[str, int] | None = None,
     positive: Collection[str] = (),
+    not_negative: Collection[str] = (),
     group: str = "",
 ) -> None:
     """Checks the fields of a dataclass; those that are None by default may be None.
@@ -25,6 +26,7 @@ def check_fields(
         settings: dataclass whose Literal and bool fields are checked by annotation.
         whole: least value of each whole number.
         positive: names of positive numbers.
+        not_negative: names of numbers of at least zero.
         group: prefix of names in messages.
     """
     hints, least = _hints(settings.__class__), whole or {}
@@ -40,6 +42,8 @@ def check_fields(
             check_whole(group + item.name, value, least[item.name])
         elif item.name in positive:
             check_positive(group + item.name, value)
+        elif item.name in not_negative:
+            check_not_negative(group + item.name, value)
 
 
 @cache
@@ -123,3 +127,9 @@ def check_positive(name: str, value: object) -> None:
         raise ConfigError(
             f"expected {name} to be a positive finite number, got {value!r}"
         )
+
+
+def check_not_negative(name: str, value: object) -> None:
+    """Checks for a finite number of at least zero."""
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise ConfigError(f"expected {name} to be a finite number >= 0, got {value!r}")

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from elche.by_hand.manual_run import current_manual_run, end_manual_run
 from elche.by_hand.replica import Replica, init_group
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.comm.transport.process_group import gather_texts
 from elche.errors import CommunicationError, ConfigError, MismatchError
+from elche.session.process import process, shutdown
 
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
     yield
-    end_manual_run()
+    shutdown()
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_alone_everything_returns_at_once_and_changes_nothing() -> None:
     replica.weighted_all_reduce_gradients(4)
     replica.weigh_losses(0.5)
     replica.check_equal()
-    run = current_manual_run()
+    run = process.manual
     assert run is not None
     run.barrier()
     for name, value in model.state_dict().items():
@@ -151,7 +151,7 @@ def test_other_arguments_are_checked() -> None:
         replica.sync_buffers("sum")
     with pytest.raises(ConfigError, match="expected a loss weight of at least 0"):
         replica.weigh_losses(-1.0)
-    end_manual_run()
+    shutdown()
     with pytest.raises(ConfigError, match="expected timeout_s to be a positive"):
         init_group(timeout_s=0.0)
     with pytest.raises(ConfigError, match=r"unknown transport\.kind 'pigeons'"):

@@ -346,16 +346,20 @@ def twice_as(folder: Path) -> None:
         (no_state, ConfigError, r"expected object 0 to have state_dict\(\)"),
         (twice_as, ConfigError, "two objects are registered as 'a'"),
         (lambda folder: elche.save(folder), ConfigError, r"elche.save\(\) needs a run"),
-        (lambda folder: elche.epochs(-1), ConfigError, "number of epochs from 0 on"),
+        (
+            lambda folder: elche.epochs(-1),
+            ConfigError,
+            "number of epochs to be an int",
+        ),
         (
             lambda folder: set_up() and elche.save_every(folder, every_s=0.0),
             ConfigError,
-            "expected every_s above 0, got 0.0",
+            "expected every_s to be a positive finite number, got 0.0",
         ),
         (
             lambda folder: set_up() and elche.save_every(folder, keep=0),
             ConfigError,
-            "expected keep of at least 1, got 0",
+            "expected keep to be an int >= 1, got 0",
         ),
     ],
 )

@@ -190,7 +190,10 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
         (("auto", *ARGUMENTS, "--times", "1,1"), "three numbers F,I,W"),
         (("auto", *ARGUMENTS, "--times", "1,1,-1"), "weight_gradient of a stage"),
         (("auto", *ARGUMENTS, "--times", "0,0,0"), "that are not all 0"),
-        (("auto", *ARGUMENTS, "--comm", "-1"), "--comm of at least 0, got -1"),
+        (
+            ("auto", *ARGUMENTS, "--comm", "-1"),
+            "--comm to be a finite number >= 0, got -1",
+        ),
         (("zb-v", *ARGUMENTS, "--virtual-stages", "3"), "zb-v has two stages per rank"),
         (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "not in the range x>=1"),
         (

@@ -10,22 +10,27 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 
 from elche.comm.codec.codec import Codec
-from elche.comm.codec.codec_peers import Peers
 from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """One end of a transfer."""
 
     memory: torch.Tensor
     is_done: bool = False
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self.is_done:
+            raise RuntimeError("nobody came")
 
 
 @dataclass
@@ -48,39 +53,47 @@ class Wire:
                 giver.is_done = taker.is_done = True
 
 
-class Peer(Peers):
-    """One rank's end."""
+class Peer:
+    """One rank's end, with the methods of `Group` that encoded sums use."""
+
+    timeout_s = 1.0
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire = wire
         self.rank = rank
         self.world_size = wire.world_size
         self.ranks = range(wire.world_size)
-        self.under_way: set[Any] = set()
+        self.exchanges: set[Any] = set()
+        self.transfers: dict[Any, torch.Tensor] = {}
         self.sent_bytes = 0
 
-    def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
+    @property
+    def point_to_point(self) -> Peer:
+        return self
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
+        self.sent_bytes += tensors[0].numel()
+        return self._begun(0, (self.rank, to, tag), tensors[0])
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
+        return self._begun(1, (source, self.rank, tag), tensors[0])
+
+    def _begun(self, end: int, key: tuple[int, int, int], memory: torch.Tensor) -> Work:
         work = Work(memory)
-        self.sent_bytes += memory.numel()
-        self.wire.waiting[self.rank, to, tag][0].append(work)
+        self.wire.waiting[key][end].append(work)
         self.wire.deliver()
         return work
 
-    def receive_async(self, memory: torch.Tensor, source: int, tag: int) -> Any:
-        work = Work(memory)
-        self.wire.waiting[source, self.rank, tag][1].append(work)
-        self.wire.deliver()
-        return work
-
-    def wait(self, work: Any, what: str) -> None:
-        if not work.is_done:
-            raise CommunicationError(f"{what} failed on rank {self.rank}: nobody came")
-
-    def poll_until(self, ready: Callable[[], bool], what: str) -> None:
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
         """Nobody ends a wait here."""
 
-    def explained(self, error: CommunicationError) -> Exception:
-        return error
+    def on_failure(self, text: str, missing: Sequence[int]) -> Exception:
+        return CommunicationError(text)
+
+
+def coded(peer: Peer, codec: Codec, numel: int, tag: int = 0) -> CodedExchange:
+    """A rank's end of an exchange."""
+    return CodedExchange(cast(Group, peer), codec, numel, tag)
 
 
 def exchanges(
@@ -88,7 +101,7 @@ def exchanges(
 ) -> tuple[Wire, list[CodedExchange]]:
     """The ranks' ends of one exchange; `numel` counts the weight."""
     wire = Wire(world_size)
-    ends = [CodedExchange(Peer(wire, rank), codec, numel) for rank in range(world_size)]
+    ends = [coded(Peer(wire, rank), codec, numel) for rank in range(world_size)]
     return wire, ends
 
 

@@ -23,7 +23,7 @@ def test_devices_are_emulated_or_real() -> None:
         Devices()
     with pytest.raises(ConfigError, match="either speeds"):
         Devices(speeds=(1.0,), names=("cpu",))
-    with pytest.raises(ConfigError, match="positive speeds"):
+    with pytest.raises(ConfigError, match="expected a speed, as in --speeds"):
         Devices(speeds=(1.0, float("nan")))
     assert Devices(names=("cuda:0", "cpu")).only(1).names == ("cpu",)
     assert DEVICES.only(1).speeds == (0.5,)

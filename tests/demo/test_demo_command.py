@@ -136,7 +136,7 @@ def test_a_bad_text_or_directory_ends_with_code_2(tmp_path: Path) -> None:
         (["--text", str(tmp_path / "none"), *out], "cannot read the text"),
         (["--text", str(small), *out], "give a longer text"),
         (["--out", str(small)], "is a file"),
-        (["--seconds", "0", *out], "expected positive --seconds"),
+        (["--seconds", "0", *out], "expected --seconds to be a positive"),
         (["--out", str(small / "below")], "cannot make the directory"),
     ):
         result = CliRunner().invoke(main, ["demo", *options])

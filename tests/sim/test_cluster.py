@@ -68,7 +68,7 @@ def test_a_file_is_read_with_its_defaults() -> None:
     ("table", "at", "key", "value", "said"),
     [
         ("run", None, "sample", 3, r"\[run\]: unknown key 'sample'"),
-        ("run", None, "samples", 0, r"\[run\]: samples must be at least 1"),
+        ("run", None, "samples", 0, r"\[run\]: expected samples to be an int >= 1"),
         (
             "run",
             None,
@@ -83,8 +83,20 @@ def test_a_file_is_read_with_its_defaults() -> None:
         ("run", None, "anchor", 3, r"\[run\]: anchor= is now windows="),
         ("run", None, "debug", {"replay": "plan.json"}, r"\[run\]: .*replay"),
         ("device", 1, "speed", 3, r"\[\[device\]\] 1: unknown key 'speed'"),
-        ("device", 0, "count", 0, r"\[\[device\]\] 0: count must be at least 1"),
-        ("device", 0, "jitter", -0.1, r"\[\[device\]\] 0: jitter must be finite"),
+        (
+            "device",
+            0,
+            "count",
+            0,
+            r"\[\[device\]\] 0: expected count to be an int",
+        ),
+        (
+            "device",
+            0,
+            "jitter",
+            -0.1,
+            r"\[\[device\]\] 0: expected jitter to be",
+        ),
         (
             "device",
             1,
@@ -100,7 +112,13 @@ def test_a_file_is_read_with_its_defaults() -> None:
             1.5,
             r"\[\[device\]\] 0: spike_probability must be at most 1",
         ),
-        ("link", None, "bytes_per_s", 0, r"\[link\]: bytes_per_s must be finite and"),
+        (
+            "link",
+            None,
+            "bytes_per_s",
+            0,
+            r"\[link\]: expected bytes_per_s to be a",
+        ),
         ("link", None, "efficiency", 1.3, r"\[link\]: efficiency must be above 0 and"),
         ("link", None, "efficiency", 0, r"\[link\]: efficiency must be above 0 and"),
         (
@@ -115,7 +133,13 @@ def test_a_file_is_read_with_its_defaults() -> None:
         ("fault", 0, "join", 0, r"\[\[fault\]\] 0: give exactly one of"),
         ("fault", 1, "join", 2, r"\[\[fault\]\] 1: join = 2 names no"),
         ("fault", 2, "join", {"count": 1}, r"\[\[fault\]\] 2, join: give one of"),
-        ("fault", 0, "at_s", float("nan"), r"\[\[fault\]\] 0: at_s must be finite"),
+        (
+            "fault",
+            0,
+            "at_s",
+            float("nan"),
+            r"\[\[fault\]\] 0: expected at_s to be a",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_table(

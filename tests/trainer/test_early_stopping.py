@@ -98,7 +98,10 @@ def test_a_run_that_ends_anyway_was_not_stopped() -> None:
     [
         (lambda: EarlyStopping(mode="less"), "unknown mode .less.; expected"),  # type: ignore[arg-type]
         (lambda: EarlyStopping(patience=0), "expected patience to be an int >= 1"),
-        (lambda: EarlyStopping(min_delta=-1.0), "expected a min_delta from 0 on"),
+        (
+            lambda: EarlyStopping(min_delta=-1.0),
+            "expected min_delta to be a finite",
+        ),
         (lambda: fit([1.0], early_stopping=3), "expected early_stopping to be an"),
         (
             lambda: fit([1.0], early_stopping=EarlyStopping(metric="f1")),

@@ -6,7 +6,6 @@ For loops that reduce by hand (`elche.Replica`). The coordinator is that of
 
 from __future__ import annotations
 
-import contextlib
 from typing import final
 
 import torch
@@ -19,11 +18,9 @@ from elche.coordination.protocol.events import BarrierReached, Join, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Welcome
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.devices import choice
-from elche.errors import ElcheError
 from elche.runtime.process.connect import connect
-from elche.runtime.process.environment import Placement, read_placement
-from elche.runtime.process.launcher_watch import watch_launcher
-from elche.runtime.process.shutdown import failure_of, watch_process
+from elche.runtime.process.environment import Placement
+from elche.runtime.process.shutdown import failure_of
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import installed_versions
 
@@ -36,9 +33,6 @@ class ManualRun:
         group: process group of all ranks.
         worker: this rank's worker; None in a single-rank run, which needs no other
             process and no socket.
-
-    Attributes:
-        group: process group of all ranks.
     """
 
     def __init__(self, group: Group, worker: Worker | None) -> None:
@@ -112,43 +106,3 @@ def _join(placement: Placement, config: RunConfig) -> Join:
         device=placement.device_name,
         horizon_batches=0,
     )
-
-
-class _Process:
-    """State of this process: its manual run, if any."""
-
-    run: ManualRun | None = None
-    hooked = False
-
-
-def begin_manual_run(config: RunConfig) -> ManualRun:
-    """Returns the run of this process; joins one if there is none yet."""
-    if _Process.run is None:
-        placement = read_placement()
-        watch_launcher(placement.rank)
-        if placement.world_size > 1 and not _Process.hooked:
-            _Process.hooked = True
-            watch_process(_report_failure, end_manual_run)
-        _Process.run = ManualRun.start(placement, config)
-    return _Process.run
-
-
-def current_manual_run() -> ManualRun | None:
-    """Returns the current run, or None."""
-    return _Process.run
-
-
-def end_manual_run(error: BaseException | None = None) -> None:
-    """Leaves the run of this process, if there is one; also called at process exit.
-
-    Args:
-        error: error to report to the other ranks; None: this rank is done.
-    """
-    run, _Process.run = _Process.run, None
-    if run is not None:
-        run.end(error)
-
-
-def _report_failure(error: BaseException) -> None:
-    with contextlib.suppress(ElcheError):
-        end_manual_run(error)

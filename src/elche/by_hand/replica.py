@@ -27,7 +27,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from elche.by_hand.manual_run import begin_manual_run
+from elche.by_hand.manual_run import ManualRun
 from elche.by_hand.replica_calls import (
     GradientExchange,
     Structure,
@@ -42,7 +42,9 @@ from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.config_parts import TransportConfig, TransportKind
 from elche.errors import ConfigError, MismatchError
-from elche.session.process import current_run
+from elche.runtime.process.environment import read_placement
+from elche.runtime.process.launcher_watch import watch_launcher
+from elche.session.process import current_run, process, watch_exit
 
 BUFFER_RULES = ("mean", "first")
 
@@ -71,7 +73,13 @@ def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -
             "elche.shutdown() first"
         )
     config = RunConfig(timeout_s=timeout_s, transport=TransportConfig(kind=transport))
-    return begin_manual_run(config).group
+    if process.manual is None:
+        placement = read_placement()
+        watch_launcher(placement.rank)
+        if placement.world_size > 1:
+            watch_exit()
+        process.manual = ManualRun.start(placement, config)
+    return process.manual.group
 
 
 @final
@@ -84,11 +92,6 @@ class Replica:
 
     Collective calls raise MismatchError if the models differ, ProtocolError if ranks
     make different calls, and CommunicationError if a rank has died or timed out.
-
-    Args:
-        model: this rank's copy of the model.
-        group: process group of all ranks.
-        name: model name for error messages.
 
     Attributes:
         model: this rank's copy of the model.

@@ -22,9 +22,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from elche.comm.gradients.buckets.bucket import BucketLayout
+from elche.comm.tensors.flat import wire_dtype
 from elche.comm.tensors.unshareable import difference, model_layout
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group, gather_texts
+from elche.devices.choice import CPU
 from elche.errors import ConfigError, MismatchError, ProtocolError
 
 HEAD = 3
@@ -125,26 +128,21 @@ class _Message:
     """Parameters whose gradients share a message, which ends with a flag for each."""
 
     parameters: list[nn.Parameter]
+    layout: BucketLayout
     exchange: Exchange
-
-    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sizes = [*map(_numel, self.parameters), len(self.parameters)]
-        return tuple(message.split(sizes))
 
     def fill(self, side: int, weight: float) -> None:
         """Writes this rank's part; weight 0 writes zeros, never 0 times a value."""
         message = self.exchange.contribution(side).zero_()
-        *parts, flags = self._parts(message)
+        *parts, flags = self.layout.views(message)
         for flag, parameter, part in zip(flags, self.parameters, parts, strict=True):
             if weight and parameter.grad is not None:
-                gradient = _as_real(parameter.grad.resolve_conj())
-                part.view(gradient.shape).copy_(gradient)
-                part.mul_(weight)
+                part.copy_(parameter.grad).mul_(weight)
                 flag.fill_(1.0)
 
     def set_gradients(self, total: torch.Tensor) -> None:
         """Sets every ``p.grad`` to its mean, or to None if no rank used it."""
-        *means, flags = self._parts(total)
+        *means, flags = self.layout.views(total)
         used = flags.tolist()
         for is_used, parameter, mean in zip(used, self.parameters, means, strict=True):
             if not is_used:
@@ -152,8 +150,7 @@ class _Message:
                 continue
             if parameter.grad is None or parameter.grad.is_conj():
                 parameter.grad = torch.empty_like(parameter)
-            gradient = _as_real(parameter.grad)
-            gradient.copy_(mean.view(gradient.shape))
+            parameter.grad.copy_(mean)
 
 
 @final
@@ -174,13 +171,13 @@ class GradientExchange:
         self._messages = []
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
-            by_dtype.setdefault(_sum_dtype(parameter), []).append(parameter)
+            by_dtype.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
         for dtype, members in by_dtype.items():
-            numel = sum(_numel(p) for p in members) + len(members)
+            layout = BucketLayout(members, keeps_strides=False, dtype=dtype)
             exchange = open_exchange(
-                self._group, numel, dtype, torch.device("cpu"), sides=2
+                self._group, layout.numel, layout.dtype, CPU, sides=2
             )
-            self._messages.append(_Message(members, exchange))
+            self._messages.append(_Message(members, layout, exchange))
 
     @torch.no_grad()
     def reduce(self, weight: float, what: str) -> None:
@@ -212,17 +209,3 @@ def check_gradients(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name}: sparse gradients cannot be reduced; use sparse=False"
             )
-
-
-def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    is_double = parameter.dtype in (torch.float64, torch.complex128)
-    return torch.float64 if is_double else torch.float32
-
-
-def _numel(parameter: torch.Tensor) -> int:
-    """Number of real elements; a complex element counts as two."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _as_real(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

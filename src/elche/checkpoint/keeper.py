@@ -22,12 +22,12 @@ from typing import Any, Final, final
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from elche.checkpoint.contents import Contents
-from elche.checkpoint.saved_run import SavedContents, SavedRun
+from elche.checkpoint.contents import Contents, SavedContents, SavedRun
 from elche.checkpoint.state_transfer import packed, refused, send, unpacked
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.comm.transport.process_group import Group
+from elche.config_checks import check_fields
 from elche.errors import CheckpointError, ConfigError, DeadlineError, MismatchError
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.run import Run
@@ -56,10 +56,7 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.every_s) and self.every_s > 0.0):
-            raise ConfigError(f"expected every_s above 0, got {self.every_s!r}")
-        if self.keep < 1:
-            raise ConfigError(f"expected keep of at least 1, got {self.keep!r}")
+        check_fields(self, whole={"keep": 1}, positive=("every_s",))
 
     @staticmethod
     def from_environment() -> CheckpointConfig | None:

@@ -152,9 +152,6 @@ class CheckpointStore:
     Args:
         folder: folder of the checkpoints; need not exist.
         keep: number of newest complete checkpoints to keep.
-
-    Attributes:
-        folder: folder of the checkpoints.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:

@@ -160,8 +160,11 @@ class CheckpointWriter:
             logger.warning("%s; training goes on without it", failure)
             if self.rank == 0:
                 self._store.drop(job.name)
-            else:
-                _refuse_part(self._store.folder / job.name, self.rank, str(error))
+            else:  # tell rank 0, if the disk allows it
+                name = f"{part_of_rank(self.rank)}.failed"
+                with contextlib.suppress(OSError):
+                    path = self._store.folder / job.name / name
+                    path.write_text(str(error), encoding="utf-8")
             return failure
         return None
 
@@ -215,11 +218,7 @@ class CheckpointWriter:
 
 
 def _write_part(
-    path: Path,
-    run_id: str,
-    tree: Any,
-    tensors: Mapping[str, Tensor],
-    before: Records,
+    path: Path, run_id: str, tree: Any, tensors: Mapping[str, Tensor], before: Records
 ) -> Records:
     """Writes one part: first its tensors, then the JSON file that marks it complete.
 
@@ -257,9 +256,3 @@ def _written_part(folder: Path, rank: int, run_id: str) -> Records | None:
         return None
     records = {name: FileRecord(**each) for name, each in content["files"].items()}
     return {**records, rest.name: record_of(rest)}
-
-
-def _refuse_part(folder: Path, rank: int, why: str) -> None:
-    """Marks this rank's part as failed for rank 0, if the disk allows it."""
-    with contextlib.suppress(OSError):
-        (folder / f"{part_of_rank(rank)}.failed").write_text(why, encoding="utf-8")

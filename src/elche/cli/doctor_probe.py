@@ -15,8 +15,8 @@ from torch import nn
 
 from elche.by_hand.replica import init_group
 from elche.cli.doctor_findings import RankReport, cost_of_steps
-from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
-from elche.comm.transport.probe import probe_reduction_s
+from elche.comm.transport.exchange import GlooExchange, open_exchange
+from elche.comm.transport.probe import message_times_s, probe_reduction_s
 from elche.comm.transport.process_group import Group
 from elche.runtime.emulation import emulate
 from elche.runtime.process.environment import read_placement
@@ -104,24 +104,12 @@ def _links(group: Group) -> dict[str, tuple[float, float]]:
     for transport in ("shared memory", "gloo") if group.shares_host else ("gloo",):
         make = open_exchange if transport == "shared memory" else GlooExchange
         latency_s, whole_s = (
-            _message_s(group, make(group, numel, torch.float32, cpu, sides=2))
+            message_times_s(group, make(group, numel, torch.float32, cpu, 1), ROUNDS)[0]
             for numel in (1, LINK_ELEMENTS)
         )
         rate = 4 * LINK_ELEMENTS / max(whole_s - latency_s, 1e-9)
         found[transport] = latency_s, rate
     return found
-
-
-def _message_s(group: Group, exchange: Exchange) -> float:
-    """Seconds of the quickest of several messages, sent by all ranks."""
-    quickest_s = math.inf
-    for number in range(ROUNDS + 1):
-        group.all_reduce(torch.zeros(1, device="cpu"), "beginning a message together")
-        started_s = time.perf_counter()
-        exchange.begin(number % 2)
-        exchange.finish("measuring the link")
-        quickest_s = min(quickest_s, time.perf_counter() - started_s)
-    return quickest_s
 
 
 if __name__ == "__main__":

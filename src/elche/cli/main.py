@@ -11,7 +11,7 @@ import click
 from elche import __version__
 from elche.cli.files import json_option
 from elche.cli.plan_command import plan as plan_command
-from elche.cli.rank_options import rank_options
+from elche.cli.run_command import rank_options
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES

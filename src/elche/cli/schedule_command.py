@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from elche.cli.files import (
     write_csv,
     write_json,
 )
+from elche.config_checks import check_not_negative
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
@@ -64,12 +64,9 @@ class ScheduleConfig:
                 f"expected {', '.join(names)}, or a file that ends in .csv, got "
                 f"{self.name!r}"
             )
+        check_not_negative("--comm", self.communication)
         if self.memory is not None and not self.memory > 0:
             raise ConfigError(f"expected --memory above 0, got {self.memory}")
-        if not 0 <= self.communication < math.inf:
-            raise ConfigError(
-                f"expected a finite --comm of at least 0, got {self.communication}"
-            )
         if self.virtual_stages is not None and self.stages_path is not None:
             raise ConfigError(
                 "--virtual-stages is for equal stages; --stages FILE gives the "

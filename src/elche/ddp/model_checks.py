@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
-from elche.comm.tensors.unshareable import (
-    difference,
-    model_layout,
-    unshareable_module,
-)
+from elche.comm.tensors.unshareable import difference, model_layout, unshareable_module
 from elche.comm.transport.exchange import agree_to_share
 from elche.comm.transport.process_group import gather_texts
 from elche.comm.transport.shared_memory import may_share_memory

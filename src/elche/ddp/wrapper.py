@@ -313,7 +313,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             begun = [self._send(bucket) for bucket in zero_buckets(self.reducer)]
         finally:
             reduction.is_joining = False
-        absent = self._unused(used) if self.find_unused_parameters else set()
+        absent = set()
+        if self.find_unused_parameters:  # torch's all-reduce of the used ones
+            message = torch.tensor(used, dtype=torch.int32, device=self.device)
+            self._group.all_reduce(message, "agreeing on unused parameters")
+            counts = zip(self._trained, message.tolist(), strict=True)
+            absent = {id(parameter) for parameter, count in counts if not count}
         for bucket, future in begun:  # a user's hook may return another tensor
             bucket.buffer().copy_(future.wait())
             for parameter, total in zip(
@@ -337,13 +342,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if parameter.grad is not None:
                 part.copy_(parameter.grad)
         return bucket, self._reduction.reduce(bucket)
-
-    def _unused(self, used: list[bool]) -> set[int]:
-        """IDs of the parameters that no rank has used; joins torch's all-reduce."""
-        message = torch.tensor(used, dtype=torch.int32, device=self.device)
-        self._group.all_reduce(message, "agreeing on unused parameters")
-        pairs = zip(self._trained, message.tolist(), strict=True)
-        return {id(parameter) for parameter, count in pairs if not count}
 
     def _queue_rebuild(self) -> None:
         """Reorders buckets after the first backward pass, not in the next forward pass.

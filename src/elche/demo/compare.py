@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from elche.config_checks import check_not_negative, check_positive
 from elche.demo.contender import ContenderSpec
 from elche.demo.workload import BATCH_SIZE
 from elche.errors import ConfigError, RemoteRankError
@@ -60,16 +60,10 @@ class Devices:
     def __post_init__(self) -> None:
         if bool(self.speeds) == bool(self.names):
             raise ConfigError("expected either speeds of emulated devices, or devices")
-        for value in (*self.speeds, self.ms_per_sample):
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(
-                    "expected positive speeds and milliseconds per sample, such as"
-                    f" --speeds 1,0.25 --ms-per-sample 1.25; got {value!r}"
-                )
-        if not (math.isfinite(self.fixed_ms) and self.fixed_ms >= 0):
-            raise ConfigError(
-                f"expected --fixed-ms of at least 0, got {self.fixed_ms!r}"
-            )
+        for speed in self.speeds:
+            check_positive("a speed, as in --speeds 1,0.25,", speed)
+        check_positive("--ms-per-sample", self.ms_per_sample)
+        check_not_negative("--fixed-ms", self.fixed_ms)
 
     @property
     def count(self) -> int:

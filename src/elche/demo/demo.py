@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import click
 import torch
 
+from elche.config_checks import check_positive
 from elche.demo.compare import ContenderRun, Devices, run_contender, whole_batches
 from elche.demo.contender import ContenderSpec
 from elche.demo.outcome import DemoOutcome
@@ -51,8 +51,7 @@ class DemoConfig:
     seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ConfigError(f"expected positive --seconds, got {self.seconds!r}")
+        check_positive("--seconds", self.seconds)
 
 
 def choose_devices() -> Devices:

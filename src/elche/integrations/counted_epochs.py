@@ -15,10 +15,6 @@ class CountedEpochs:
     Args:
         loader: loader of the loop's framework, for length and attributes.
         batches: iterable of the run's batches.
-
-    Attributes:
-        loader: as given.
-        batches: as given.
     """
 
     def __init__(self, loader: Any, batches: Any) -> None:

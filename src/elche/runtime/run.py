@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.comm.gradients.residual_state import is_of_gradients
+from elche.comm.averaging.averager_state import is_of_gradients
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.coordination.accounts.local_batches import local_cut

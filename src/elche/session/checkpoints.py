@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elche.checkpoint.keeper import CheckpointConfig
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.session.process import process, shutdown
@@ -33,8 +34,7 @@ def epochs(count: int) -> Iterator[int]:
     Raises:
         ConfigError: this is no number of epochs, or there is no run and no pipeline.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ConfigError(f"expected a number of epochs from 0 on, got {count!r}")
+    check_whole("the number of epochs", count, 0)
     _needs_run("epochs")
     return process.checkpoints.epochs(count)
 

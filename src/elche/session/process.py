@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import ClassVar, TypeVar
 
-from elche.by_hand.manual_run import end_manual_run
+from elche.by_hand.manual_run import ManualRun
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
@@ -38,6 +38,8 @@ class Process:
     """Active run of this process, and its parts."""
 
     run: Run | SingleRun | None = None
+    manual: ManualRun | None = None
+    """Run of `elche.init_group`."""
     metrics: MetricsView | None = None
     timeline: Timeline | None = None
     facts: RunFacts | None = None
@@ -114,7 +116,7 @@ def shutdown() -> None:
         ConfigError: a `TrainingHandle`'s thread trains.
     """
     refuse_beside()
-    end_manual_run()
+    _end_manual_run()
     run, process.run = process.run, None
     try:
         process.checkpoints.end_run(has_failed=run is None)
@@ -176,7 +178,16 @@ def watch_exit() -> None:
     watch_process(_report_failure, shutdown)
 
 
+def _end_manual_run(error: BaseException | None = None) -> None:
+    """Leaves the run of `elche.init_group`, and reports the error, if any."""
+    manual, process.manual = process.manual, None
+    if manual is not None:
+        manual.end(error)
+
+
 def _report_failure(error: BaseException) -> None:
+    with contextlib.suppress(ElcheError):
+        _end_manual_run(error)
     run = current_run()
     if process.trains_beside():  # that thread ends later, and closes all
         if run is not None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from elche.config_checks import check_not_negative, check_whole
 from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -84,12 +85,8 @@ def load_state_dict(state: dict[str, Any]) -> None:
         raise ConfigError(
             f"expected a state of version {STATE_VERSION}, got {state['version']!r}"
         )
-    samples = state["samples"]
-    if not isinstance(samples, int) or samples < 0:
-        raise ConfigError(f"expected samples from 0 on in the state, got {samples!r}")
-    steps = state["steps"]
-    if not isinstance(steps, float) or not 0.0 <= steps < math.inf:
-        raise ConfigError(f"expected steps from 0.0 on in the state, got {steps!r}")
+    check_whole("samples in the state", state["samples"], 0)
+    check_not_negative("steps in the state", state["steps"])
     run.load_state_dict(state)
 
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from elche.by_hand.manual_run import current_manual_run
 from elche.errors import ConfigError
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
@@ -54,7 +53,7 @@ def barrier() -> None:
     """
     if world_size() == 1:
         return
-    run, by_hand = current_run(), current_manual_run()
+    run, by_hand = current_run(), process.manual
     if run is None and by_hand is not None:
         by_hand.barrier()
         return
@@ -101,7 +100,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
             f"expected a tensor of rows, got {type(tensor).__name__} without a "
             "dimension; give tensor[None]"
         )
-    run, by_hand = process.run, current_manual_run()
+    run, by_hand = process.run, process.manual
     if run is None and by_hand is None:
         raise _no_run("elche.all_gather")
     if weight is not None and (run is not None or not weight > 0.0):
@@ -172,7 +171,7 @@ def gather_rows(
     """
     rows = rows.detach()
     rows = rows if rows.dim() else rows[None]
-    run, by_hand = process.run, current_manual_run()
+    run, by_hand = process.run, process.manual
     if isinstance(run, Run):
         return run.collectives.gather_rows(rows, call, is_of_batch=is_of_batch)
     if run is None and by_hand is not None:

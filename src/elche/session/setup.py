@@ -259,8 +259,7 @@ def _begin_alone(
         reduction_bytes=0,
     )
     process.begin(run, facts, run.timeline)
-    process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
-    process.checkpoints.register(_named(training.optimizers[1:]))
+    _begin_checkpoints(run, training, asked)
     atexit.unregister(shutdown)
     atexit.register(shutdown)  # a checkpoint may still be written then, or a trace
     return run
@@ -270,13 +269,7 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
     config, dataset = asked.config, training.loader.dataset
     run = Run.start(placement, training, asked.epochs)
     process.begin(run, run.facts(), run.worker.timeline)
-    process.checkpoints.begin_run(
-        run,
-        asked.schedulers,
-        asked.stops,
-        cuts_at_stop=asked.delayed is not None,
-    )
-    process.checkpoints.register(_named(training.optimizers[1:]))
+    _begin_checkpoints(run, training, asked)
     for scheduler in asked.schedulers:
         run.follow(scheduler)
     if isinstance(dataset, StreamView):
@@ -290,11 +283,13 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
     return run
 
 
-def _named(
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> dict[str, torch.optim.Optimizer]:
-    """Optimizers beside the main one, by their names in a checkpoint."""
-    return {f"optimizer {index}": each for index, each in enumerate(optimizers, 2)}
+def _begin_checkpoints(
+    run: Run | SingleRun, training: Training, asked: SetupConfig
+) -> None:
+    keeper, cuts = process.checkpoints, asked.delayed is not None
+    keeper.begin_run(run, asked.schedulers, asked.stops, cuts_at_stop=cuts)
+    others = enumerate(training.optimizers[1:], 2)
+    keeper.register({f"optimizer {index}": each for index, each in others})
 
 
 def _single_line(placement: Placement) -> str:

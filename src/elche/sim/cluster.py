@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from elche.config import RunConfig
+from elche.config_checks import check_fields
 from elche.errors import ConfigError
 from elche.schedule.planning.profile import LINK_EFFICIENCY, check_efficiency
 
@@ -22,7 +23,7 @@ class Drift:
     factor: float
 
     def __post_init__(self) -> None:
-        _check(self, at_least_zero=("at_s",), positive=("factor",))
+        check_fields(self, not_negative=("at_s",), positive=("factor",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +66,14 @@ class Device:
             raise ConfigError("give one of seconds_per_sample and curve")
         if self.curve:
             self._check_curve()
-        _check(
+        check_fields(
             self,
-            at_least_zero=(
-                "seconds_per_batch",
-                "jitter",
-                "spike_probability",
-                "load_seconds_per_sample",
-                "first_batch_s",
-                "prefetch",
+            not_negative=(
+                *("seconds_per_batch", "load_seconds_per_sample", "first_batch_s"),
+                *("jitter", "spike_probability"),
             ),
             positive=("seconds_per_sample", "spike_factor", "copy_bytes_per_s"),
-            at_least_one=("count",),
+            whole={"count": 1, "prefetch": 0},
         )
         if self.spike_probability > 1.0:
             raise ConfigError(
@@ -156,8 +153,8 @@ class Link:
     efficiency: float = LINK_EFFICIENCY
 
     def __post_init__(self) -> None:
-        at_least_zero = "latency_s", "spread_s"
-        _check(self, at_least_zero=at_least_zero, positive=("bytes_per_s",))
+        not_negative = "latency_s", "spread_s"
+        check_fields(self, not_negative=not_negative, positive=("bytes_per_s",))
         check_efficiency(self.efficiency)
 
     def _send_s(self, num_bytes: float) -> float:
@@ -194,8 +191,8 @@ class LinkChange:
     latency_s: float | None = None
 
     def __post_init__(self) -> None:
-        at_least_zero = "at_s", "latency_s"
-        _check(self, at_least_zero=at_least_zero, positive=("bytes_per_s",))
+        not_negative = "at_s", "latency_s"
+        check_fields(self, not_negative=not_negative, positive=("bytes_per_s",))
         if self.bytes_per_s is None and self.latency_s is None:
             raise ConfigError("give bytes_per_s or latency_s of the changed link")
 
@@ -221,7 +218,7 @@ class Fault:
     kills_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self, at_least_zero=("at_s", "kills_per_hour"))
+        check_fields(self, not_negative=("at_s", "kills_per_hour"))
         kinds = ("kill_rank", "fail_rank", "hang_rank", "join", "kills_per_hour")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
@@ -286,14 +283,13 @@ class SimulatedRun:
     bad_batches: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        counts = ["batch_size", "epochs", "runs", "min_share_samples"]
-        if self.batch_sizes is None:
-            counts.append("samples")
-        _check(
+        counts = "batch_size", "epochs", "runs", "min_share_samples"
+        least = dict.fromkeys(counts, 1) | {"samples": int(self.batch_sizes is None)}
+        check_fields(
             self,
-            at_least_zero=("model_bytes", "regroup_s", "start_spread_s", "pause_s"),
+            not_negative=("model_bytes", "regroup_s", "start_spread_s", "pause_s"),
             positive=("until_s",),
-            at_least_one=counts,
+            whole=least,
         )
         self.config  # noqa: B018 - checks the options
 
@@ -373,23 +369,3 @@ class Cluster:
                 given = {k: v for k, v in changed.items() if v is not None}
                 link = replace(link, **given)
         return link
-
-
-def _check(
-    table: object,
-    *,
-    at_least_zero: Sequence[str] = (),
-    positive: Sequence[str] = (),
-    at_least_one: Sequence[str] = (),
-) -> None:
-    """Rejects values of these fields that are out of range; None is allowed."""
-    ranges: list[tuple[Sequence[str], Callable[[float], bool], str]] = [
-        (at_least_zero, lambda value: value >= 0, "finite and not negative"),
-        (positive, lambda value: value > 0, "finite and positive"),
-        (at_least_one, lambda value: value >= 1, "at least 1"),
-    ]
-    for names, is_inside, expected in ranges:
-        for name in names:
-            value = getattr(table, name)
-            if value is not None and not (math.isfinite(value) and is_inside(value)):
-                raise ConfigError(f"{name} must be {expected}, got {value!r}")

@@ -205,20 +205,19 @@ def report_of(sim: Simulation) -> Report:
             kind: (int(count), spent_s / count * US_PER_S)
             for kind, (count, spent_s) in sorted(load.by_kind.items())
         },
-        ranks=tuple(_report_of_rank(rank, sums, alive_s[rank]) for rank, sums in ranks),
-    )
-
-
-def _report_of_rank(rank: int, sums: RankHistory, alive_s: float) -> SimulatedRank:
-    return SimulatedRank(
-        rank=rank,
-        device=sums.device,
-        batches=sums.batches,
-        samples=sums.samples,
-        busy_s=sums.compute_s,
-        alive_s=alive_s,
-        waits=dict(sums.waits_s),
-        has_died=sums.has_died,
+        ranks=tuple(
+            SimulatedRank(
+                rank=rank,
+                device=sums.device,
+                batches=sums.batches,
+                samples=sums.samples,
+                busy_s=sums.compute_s,
+                alive_s=alive_s[rank],
+                waits=dict(sums.waits_s),
+                has_died=sums.has_died,
+            )
+            for rank, sums in ranks
+        ),
     )
 
 

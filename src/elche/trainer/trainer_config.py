@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,9 +38,7 @@ class EarlyStopping:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        check_fields(self, whole={"patience": 1})
-        if not 0.0 <= self.min_delta < math.inf:
-            raise ConfigError(f"expected a min_delta from 0 on, got {self.min_delta!r}")
+        check_fields(self, whole={"patience": 1}, not_negative=("min_delta",))
 
 
 @dataclass(frozen=True, kw_only=True)

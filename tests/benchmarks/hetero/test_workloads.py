@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from benchmarks.hetero.workloads import WORKLOADS, batch_size_of, build_workload
-from elche.demo.gpt import GPT, GPTConfig, hash_ngrams
-from elche.demo.workload import Workload, learning_rate_scale
+from elche.demo.workload import (
+    GPT,
+    GPTConfig,
+    Workload,
+    hash_ngrams,
+    learning_rate_scale,
+)
 from elche.errors import ConfigError
 
 LARGE = "gpt-10m"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.by_hand.manual_run import current_manual_run, end_manual_run
 from elche.by_hand.replica import Replica, init_group
+from elche.session.process import process, shutdown
 
 State = dict[str, torch.Tensor]
 
@@ -67,7 +67,7 @@ def gan(rank: int, counts: Sequence[int], steps: int, replicated: bool) -> State
     if replicated:
         for replica in replicas.values():
             replica.check_equal()
-        end_manual_run()
+        shutdown()
     return state
 
 
@@ -80,7 +80,7 @@ def _in_group(case: Callable[[Any], Any], **options: Any) -> Any:
     try:
         return case(group)
     finally:
-        end_manual_run()
+        shutdown()
 
 
 def plain_and_weighted_means(dtype: str, transport: str) -> list[State]:
@@ -239,7 +239,7 @@ def _wrong(wrong: str, group: Any) -> None:
     elif wrong == "second name":
         if last:
             init_group(timeout_s=50.0)
-        run = current_manual_run()
+        run = process.manual
         assert run is not None
         assert init_group() is group
         run.barrier()
@@ -265,5 +265,5 @@ def twice_in_a_row() -> list[float]:
             model.weight.fill_(10.0 * number + group.rank)
         Replica.wrap(model)
         found.append(float(model.weight))
-        end_manual_run()
+        shutdown()
     return found

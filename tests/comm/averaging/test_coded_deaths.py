@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging import parameter_memory
+from elche.comm.averaging import parameter_group
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError
 from tests.comm.bus import Bus, Member
-from tests.comm.peers import Peer, Wire
+from tests.comm.peers import Peer, Wire, coded
 from tests.comm.plans import plan
 
 NUMEL = 300
@@ -40,12 +39,12 @@ def open_wired(
         return open_exchange(cast(Group, group), numel, dtype, torch.device("cpu"))
     assert isinstance(group.bus, Wired)
     peer = Peer(group.bus.wire, group.rank)
-    return CodedExchange(peer, CODECS[codec], numel)
+    return coded(peer, CODECS[codec], numel)
 
 
 @pytest.fixture(autouse=True)
 def _wired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_memory, "open_coded_exchange", open_wired)
+    monkeypatch.setattr(parameter_group, "open_coded_exchange", open_wired)
 
 
 class Handing:
@@ -197,7 +196,7 @@ def redo(ranks: Sequence[Rank], before: torch.Tensor, account: Account) -> None:
 
 def close_without_sums_for(late: Rank, ranks: Sequence[Rank]) -> None:
     """A window ends; one rank gets offers of the others, and not their sums."""
-    wire, place = late.exchange._peers.wire, late.exchange._peers.rank
+    wire, place = late.exchange._group.wire, late.exchange._group.rank
     wire.held |= {(other, place, 1) for other in range(3) if other != place}
     for place, rank in enumerate(ranks):
         rank.close(200 + place)

@@ -10,8 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.codec.codec import CODECS, LIMIT, Codec, codec_named
-from elche.comm.codec.codec_message import CodedMessage, chunks_of, parts_of
+from elche.comm.codec.codec import (
+    CODECS,
+    LIMIT,
+    Codec,
+    CodedMessage,
+    chunks_of,
+    codec_named,
+    parts_of,
+)
 from elche.errors import ConfigError
 from tests.comm.codec.codec_bounds import error_bound
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_message import CodedMessage
+from elche.comm.codec.codec import CODECS, CodedMessage
 from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.errors import MismatchError
@@ -62,7 +61,7 @@ def unsent(reducer: GradientReducer, weight: float) -> dict[int, torch.Tensor]:
         assert coded is not None
         units = torch.full_like(coded.residual, weight)
         units[coded._hops.own.start : coded._hops.own.stop] = (
-            1 / coded._peers.world_size
+            1 / coded._group.world_size
         )
         parts = bucket._layout.parts(units * coded.residual)
         found |= dict(zip([at[id(p)] for p in bucket.parameters], parts, strict=True))

@@ -27,7 +27,9 @@ def shared(world_size: int, numel: int, sides: int = 1) -> list[SharedExchange]:
     )
     memory = mmap.mmap(-1, size_bytes)
     return [
-        SharedExchange(group, memory, numel, torch.float32, sides)
+        SharedExchange(
+            group, memory, range(group.world_size), (numel, torch.float32), sides
+        )
         for group in Bus(world_size).groups()
     ]
 

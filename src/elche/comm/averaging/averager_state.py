@@ -4,6 +4,9 @@ A *committed state* is a rank's state at a synchronisation: it holds the common 
 and no reduction is in progress. In addition to model and optimizer it has the outer
 momentum, equal on all ranks, and the codec's residual, local to each rank. With it a
 run resumes bit-identically.
+
+Encoded gradients have residuals alone. All trained parameters form one group of them,
+in order of definition, because bucket layouts and ranks may differ at loading.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import MismatchError
 
 VERSION = 1
 FLOAT = "float32"
+GRADIENTS = "gradients"
+"""Marker in place of the dtype in the state of gradients' residuals."""
 _GROUP_KEYS = {"dtype", "numel", "momentum", "base", "residual"}
 
 
@@ -95,6 +101,45 @@ def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
             if got not in ("None", f"[{numel}] of {kind}"):
                 return f"expected a {name} of {numel} elements of {kind}, got {got}"
     return ""
+
+
+def is_of_gradients(state: object) -> bool:
+    """True if a state holds residuals of gradients."""
+    groups = state.get("groups", ()) if isinstance(state, Mapping) else ()
+    kinds = [isinstance(each, Mapping) and each.get("dtype") for each in groups]
+    return kinds == [GRADIENTS]
+
+
+def packed_residuals(
+    parameters: Sequence[nn.Parameter], left: Mapping[int, torch.Tensor]
+) -> dict[str, Any]:
+    """Builds the state from residuals of gradients by parameter ID."""
+    largest = max(parameter.numel() for parameter in parameters)
+    zeros = torch.zeros(largest, dtype=torch.float32, device="cpu")
+    parts = [left.get(id(p), zeros[: p.numel()]) for p in parameters]
+    state = blank(_gradients(parameters))
+    state["groups"][0]["residual"] = torch.cat(parts)
+    return state
+
+
+def unpacked_residuals(
+    parameters: Sequence[nn.Parameter], state: dict[str, Any], group: Group
+) -> dict[int, torch.Tensor]:
+    """Returns residuals by parameter ID; a collective call.
+
+    Raises:
+        MismatchError: a rank's state does not fit its parameters.
+    """
+    check_alike(group, state, misfit_of(state, _gradients(parameters)))
+    residual = state["groups"][0]["residual"]
+    if residual is None:  # this rank did not exist at saving
+        return {}
+    parts = residual.split([p.numel() for p in parameters])
+    return {id(p): part for p, part in zip(parameters, parts, strict=True)}
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[str, int]]:
+    return [(GRADIENTS, sum(parameter.numel() for parameter in parameters))]
 
 
 def _described(value: object) -> str:

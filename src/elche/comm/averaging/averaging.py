@@ -24,7 +24,7 @@ from elche.comm.averaging.optimizer_state import Optimizers, forget_state
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.model_buffers.window_buffers import WindowBuffers
-from elche.comm.tensors.nan_check import all_finite
+from elche.comm.tensors.flat import all_finite, wire_dtype
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
@@ -84,11 +84,18 @@ class Averager:
     @torch.no_grad()
     def build(self) -> None:
         """Lays out messages and takes the parameters as common; a collective call."""
-        self._groups = ParameterGroup.by_dtype(
-            self._parameters,
-            is_overlapped=self.is_overlapped,
-            has_momentum=self._has_momentum,
-        )
+        members: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
+        self._groups = [
+            ParameterGroup(
+                each,
+                dtype,
+                is_overlapped=self.is_overlapped,
+                has_momentum=self._has_momentum,
+            )
+            for dtype, each in members.items()
+        ]
         self._buffers.agree()
         self.connect(self._group)
         self.rebase()
@@ -173,11 +180,10 @@ class Averager:
         """
         for group in self._groups:
             if group.becomes_another():
-                changed = group.changed()
-                assert changed is not None
-                raise ConfigError(
-                    f"{self._described(changed)}, which changes its messages; convert "
-                    "or resize a model before elche.setup, or call elche.setup again"
+                self._refuse(
+                    group.changed(),
+                    ", which changes its messages; convert or resize a model before "
+                    "elche.setup, or call elche.setup again",
                 )
             group.rebase()
         self._buffers.rebase()
@@ -191,22 +197,21 @@ class Averager:
         Raises:
             ConfigError: names a parameter that has changed.
         """
+        do = "; convert, move or resize a model between epochs, on every rank"
         for group in self._groups:
-            changed = group.changed()
-            if changed is not None:
-                raise ConfigError(
-                    f"{self._described(changed)}; convert, move or resize a model "
-                    "between epochs, on every rank"
-                )
+            self._refuse(group.changed(), do)
 
-    def _described(self, changed: torch.Tensor) -> str:
+    def _refuse(self, changed: torch.Tensor | None, do: str) -> None:
+        """Refuses a parameter that no longer fits its layout, unless it is None."""
+        if changed is None:
+            return
         named = self._model.named_parameters()
         name = next((name for name, p in named if p is changed), "a parameter")
         dtype = str(changed.dtype).removeprefix("torch.")
         order = "" if changed.is_contiguous() else f" strides {list(changed.stride())}"
-        return (
+        raise ConfigError(
             f"the layout of {name} has changed since averaging began; it is now "
-            f"{list(changed.shape)} {dtype}{order} on {changed.device}"
+            f"{list(changed.shape)} {dtype}{order} on {changed.device}{do}"
         )
 
     @torch.no_grad()

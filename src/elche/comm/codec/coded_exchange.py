@@ -6,18 +6,29 @@ sum is rounded, and the rounding error is added to the next message (`coded_hops
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from enum import Enum
 from typing import final
 
 import torch
 from typing_extensions import override
 
-from elche.comm.codec.codec import Codec
-from elche.comm.codec.codec_peers import Peers
+from elche.comm.codec.codec import Codec, codec_named
 from elche.comm.codec.coded_hops import CodedHops
-from elche.comm.transport.exchange import Exchange
+from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.host_exchange import open_by_hosts
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ElcheError, MismatchError, ProtocolError
+
+AGREEING = "agreeing on the tags of a message"
+TAGS_PER_EXCHANGE = 2
+FIRST_OPENING = 1 << 20
+"""First opening number; lower tags belong to other messages of the group."""
+POLL_S = 5e-4
+"""Pause (s) between two polls of a wait."""
+_openings = itertools.count(FIRST_OPENING)
 
 
 class _Phase(Enum):
@@ -49,12 +60,12 @@ class CodedExchange(Exchange):
     (or reaches 2^127) makes the whole sum NaN on every rank and keeps residuals
     unchanged.
 
-    Made by `codec_opening`. It advances whenever any exchange of its group is polled or
-    waited for. A broken exchange and its group are unusable; load its :attr:`residual`
-    into another exchange.
+    Made by :func:`open_coded_exchange`. It advances whenever any exchange of its group
+    is polled or waited for. A broken exchange and its group are unusable; load its
+    :attr:`residual` into another exchange.
 
     Args:
-        peers: messages to the other ranks of the group.
+        group: process group of the ranks.
         codec: encoding of the messages.
         numel: number of elements of a message, including exact elements and weight.
         tag: first of two tags of its transfers, the same on all ranks.
@@ -64,12 +75,12 @@ class CodedExchange(Exchange):
     keeps_contribution = True
 
     def __init__(
-        self, peers: Peers, codec: Codec, numel: int, tag: int = 0, exact: int = 0
+        self, group: Group, codec: Codec, numel: int, tag: int = 0, exact: int = 0
     ) -> None:
         super().__init__(1)
-        self._peers = peers
+        self._group = group
         self._numel = numel - 1 - exact
-        self._hops = CodedHops(peers, codec, self._numel, tag, exact)
+        self._hops = CodedHops(group, codec, self._numel, tag, exact)
         self._contribution = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self._result: torch.Tensor | None = None
         self._phase = _Phase.IDLE
@@ -132,7 +143,7 @@ class CodedExchange(Exchange):
             raise ProtocolError(f"expected a weight that is not negative, got {weight}")
         self._has_sum = self._is_kept = False
         self._phase = _Phase.BEGUN
-        self._peers.under_way.add(self)
+        self._group.exchanges.add(self)
         try:
             self._hops.begin(self._contribution)
         except ElcheError as error:
@@ -144,15 +155,21 @@ class CodedExchange(Exchange):
 
         Only :meth:`wait` detects the death of a rank.
         """
-        for exchange in tuple(self._peers.under_way):
+        for exchange in tuple(self._group.exchanges):
             exchange._advance()
         return self._phase is not _Phase.BEGUN
 
     @override
     def wait(self, what: str) -> None:
+        def polled() -> bool:  # a wait in gloo would end only with the connection
+            is_over = self.poll()
+            if not is_over:
+                time.sleep(POLL_S)
+            return is_over
+
         while self._phase is _Phase.BEGUN:
             try:
-                self._peers.poll_until(self.poll, what)
+                self._group.wait_until(polled, what)
                 if self._phase is _Phase.BEGUN:
                     self._step(what)
             except ElcheError as error:
@@ -238,7 +255,7 @@ class CodedExchange(Exchange):
         try:
             self._hops.flush(what)
         except CommunicationError as error:
-            raise self._peers.explained(error) from error
+            raise self._group.on_failure(str(error), ()) from error
 
     def _advance(self) -> None:
         """Processes all messages that have arrived."""
@@ -252,7 +269,7 @@ class CodedExchange(Exchange):
     def _step(self, what: str) -> None:
         if self._hops.step(what):
             self._phase, self._has_sum = _Phase.ARRIVED, True
-            self._peers.under_way.discard(self)
+            self._group.exchanges.discard(self)
 
     def _check_idle(self, call: str) -> None:
         if self._phase is not _Phase.IDLE:
@@ -263,14 +280,14 @@ class CodedExchange(Exchange):
     def _break(self, error: ElcheError) -> None:
         self._phase, self._error = _Phase.BROKEN, error
         self._is_bare = isinstance(error, CommunicationError)
-        self._peers.under_way.discard(self)
+        self._group.exchanges.discard(self)
 
     def _reason(self) -> Exception:
         """Returns the error that broke the exchange, with the group's explanation."""
         error = self._error
         assert error is not None
         if self._is_bare and isinstance(error, CommunicationError):
-            why = self._error = self._peers.explained(error)
+            why = self._error = self._group.on_failure(str(error), ())
             why.__cause__, self._is_bare = error, False
             return why
         return error
@@ -279,3 +296,40 @@ class CodedExchange(Exchange):
         result = self.result(0)
         self.sum_into(0, result.numel(), result)
         return result
+
+
+def open_coded_exchange(
+    group: Group,
+    numel: int,
+    dtype: torch.dtype,
+    codec: str,
+    sides: int = 1,
+    *,
+    exact: int = 0,
+) -> Exchange:
+    """Makes an exchange with encoded messages; a collective call.
+
+    Falls back to an unencoded exchange for ``"fp32"``, for other dtypes than float32,
+    and for one rank. That exchange sums inside hosts first, unless ``sides`` is 2.
+
+    Args:
+        group: process group of all ranks.
+        numel: number of elements of a message; the last element is its weight.
+        dtype: dtype of the message.
+        codec: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the same on all ranks.
+        sides: 2 if training continues while a message is in flight.
+        exact: number of elements before the weight that are sent as float32.
+
+    Raises:
+        ConfigError: no such codec exists.
+    """
+    chosen, cpu = codec_named(codec), torch.device("cpu")
+    if codec != "fp32" and dtype == torch.float32 and group.world_size > 1:
+        opening = torch.tensor([next(_openings)], device="cpu")
+        group.broadcast(opening, AGREEING)  # a number that rank 0 has not used yet
+        tag = TAGS_PER_EXCHANGE * int(opening)
+        return CodedExchange(group, chosen, numel, tag, exact)
+    if sides == 1:
+        return open_by_hosts(group, numel, dtype, cpu)
+    # A second side is for readers of shared memory.
+    return open_exchange(group, numel, dtype, cpu, shared_sides=sides)

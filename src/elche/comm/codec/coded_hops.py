@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, final
 
 import torch
 
-from elche.comm.codec.codec import Codec
-from elche.comm.codec.codec_message import CodedMessage, chunks_of, parts_of
-from elche.comm.codec.codec_peers import Peers
-from elche.errors import ProtocolError
+from elche.comm.codec.codec import Codec, CodedMessage, chunks_of, parts_of
+from elche.comm.transport.process_group import Group
+from elche.errors import CommunicationError, ProtocolError
 
 
 @dataclass(slots=True)
@@ -50,8 +50,11 @@ class Transfer:
 class CodedHops:
     """One rank's side of consecutive encoded sums.
 
+    gloo's point-to-point transfers have tags. Unlike collectives, they need not begin
+    in the same order on every rank, so a rank can answer a message at any time.
+
     Args:
-        peers: messages to the other ranks of the group.
+        group: process group whose deadline and error handling apply.
         codec: encoding of the messages.
         numel: number of encoded elements of a sum.
         tag: first of two tags of its transfers, the same on all ranks.
@@ -67,10 +70,10 @@ class CodedHops:
     """
 
     def __init__(
-        self, peers: Peers, codec: Codec, numel: int, tag: int, exact: int
+        self, group: Group, codec: Codec, numel: int, tag: int, exact: int
     ) -> None:
-        rank, world_size = peers.rank, peers.world_size
-        self._peers = peers
+        rank, world_size = group.rank, group.world_size
+        self._group = group
         self._tag = tag
         self._numel = numel
         self.residual = torch.zeros(numel, dtype=torch.float32, device="cpu")
@@ -113,13 +116,14 @@ class CodedHops:
         self._weight = float(contribution[-1])
         self.has_summed = False
         self._number += 1
-        self._arrivals = [self._receive(r, m, 0) for r, m in self._gathered.items()]
+        gathered = self._gathered
+        self._arrivals = [self._begun("recv", r, m, 0) for r, m in gathered.items()]
         self._sum_arrivals = [
-            self._receive(rank, self._sums[rank], 1) for rank in self._gathered
+            self._begun("recv", rank, self._sums[rank], 1) for rank in gathered
         ]
         for rank, message in self._offers.items():
             self._encode_offer(message)
-            self._offered.append(self._send(rank, message, 0))
+            self._offered.append(self._begun("send", rank, message, 0))
 
     @property
     def is_ready(self) -> bool:
@@ -184,13 +188,13 @@ class CodedHops:
         """Sums this rank's part and begins to send the sum."""
         # All ranks have begun this message, so all have received this rank's last sum.
         self._settle(self._sum_sends, "sending an earlier sum")
-        world_size = self._peers.world_size
+        world_size = self._group.world_size
         gathered = [self._gathered.get(rank) for rank in range(world_size)]
         weights = [self._weight if m is None else m.weight for m in gathered]
         exacts = [self._own_exact if m is None else m.exact for m in gathered]
         torch.sum(torch.stack(exacts), dim=0, out=self.exact)
         total = sum(weights)
-        message, is_finite = self._sums[self._peers.rank], math.isfinite(total)
+        message, is_finite = self._sums[self._group.rank], math.isfinite(total)
         weighing = [m for m, w in zip(gathered, weights, strict=True) if w != 0.0]
         for chunk in chunks_of(self.own):
             at = slice(chunk.start, chunk.stop)
@@ -204,7 +208,9 @@ class CodedHops:
         message.exact.copy_(self.exact)
         message.seal(self.total, self._number)
         self.has_summed = True
-        self._sum_sends = [self._send(rank, message, 1) for rank in self._gathered]
+        self._sum_sends = [
+            self._begun("send", rank, message, 1) for rank in self._gathered
+        ]
 
     def _sum_of(
         self, chunk: range, messages: list[CodedMessage | None], mean: float
@@ -237,18 +243,40 @@ class CodedHops:
     def _own_exact(self) -> torch.Tensor:
         return self._contribution[self._numel : -1]
 
-    def _send(self, to: int, message: CodedMessage, hop: int) -> Transfer:
-        work = self._peers.send_async(message.memory, to, self._tag + hop)
-        return Transfer(self._peers.ranks[to], message, work)
+    def _begun(self, call: str, peer: int, message: CodedMessage, hop: int) -> Transfer:
+        """Begins to send or to receive a message.
 
-    def _receive(self, source: int, message: CodedMessage, hop: int) -> Transfer:
-        message.clear()
-        work = self._peers.receive_async(message.memory, source, self._tag + hop)
-        return Transfer(self._peers.ranks[source], message, work)
+        Raises:
+            CommunicationError: the connection has failed.
+        """
+        group, ranks = self._group, self._group.ranks
+        if call == "recv":
+            message.clear()
+        try:
+            begin = getattr(group.point_to_point, call)
+            work = begin([message.memory], peer, self._tag + hop)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{call} between ranks {ranks[group.rank]} and {ranks[peer]} failed: "
+                f"{error}"
+            ) from error
+        group.transfers[work] = message.memory
+        return Transfer(ranks[peer], message, work)
+
+    def _await(self, each: Transfer, what: str) -> None:
+        """Waits inside gloo, at most as long as the group's deadline."""
+        group = self._group
+        try:
+            each.work.wait(timedelta(seconds=group.timeout_s))
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{what} failed on rank {group.ranks[group.rank]}: {error}"
+            ) from error
+        group.transfers.pop(each.work, None)
 
     def _collect(self, arrivals: list[Transfer], what: str) -> None:
         for each in arrivals:
-            self._peers.wait(each.work, f"{what}: the message of rank {each.peer}")
+            self._await(each, f"{what}: the message of rank {each.peer}")
             if each.message.number != self._number:
                 raise ProtocolError(
                     f"{what}: expected message {self._number} of rank {each.peer}, "
@@ -258,5 +286,5 @@ class CodedHops:
 
     def _settle(self, sends: list[Transfer], what: str) -> None:
         for each in sends:
-            self._peers.wait(each.work, f"{what} to rank {each.peer}")
+            self._await(each, f"{what} to rank {each.peer}")
         sends.clear()

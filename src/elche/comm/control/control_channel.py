@@ -26,10 +26,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elche.comm.control.addresses import UNREACHABLE, give_up_after
-from elche.comm.control.frames import FrameCodec
-from elche.comm.control.greeting import (
+from elche.comm.control.frames import (
     RESUME_S,
     UNREACHABLE_S,
+    FrameCodec,
     Reconnect,
     reach,
 )
@@ -37,12 +37,7 @@ from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import ACK_EVERY, Outbox
 from elche.coordination.protocol.wire import FROM_COORDINATOR, brief, from_wire, to_wire
-from elche.errors import (
-    CommunicationError,
-    DeadlineError,
-    ElcheError,
-    ProtocolError,
-)
+from elche.errors import CommunicationError, DeadlineError, ElcheError, ProtocolError
 
 _CHUNK_BYTES = 1 << 16
 _LONGEST_POLL_S = 86400.0  # the system's limit is 24 days, in milliseconds

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import socket
 import struct
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias
 
 import msgpack
 
-from elche.errors import ProtocolError
+from elche.comm.control.addresses import format_address, keep_alive
+from elche.errors import CommunicationError, ProtocolError
 
 MAGIC = b"elche/1\n"
 NONCE_BYTES = 16
@@ -30,6 +32,13 @@ MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 HELLO_WITHIN_S = 10.0
 HELLO_BYTES = 1 << 16
 """Limit of bytes received before a connection has identified itself."""
+RESUME_S: Final = 20.0
+"""Time limit (s) for a restarted coordinator to answer."""
+UNREACHABLE_S: Final = 12.0
+"""Time (s) without acknowledgement from the coordinator's machine until a rank ends.
+
+The coordinator drops the rank earlier, after `SILENT_S`.
+"""
 
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
@@ -117,3 +126,38 @@ def nonce_of(greeting: bytes) -> bytes:
             f"expected the greeting of an elche coordinator, got {greeting[:32]!r}"
         )
     return greeting[len(MAGIC) :]
+
+
+Reconnect: TypeAlias = Callable[[], tuple[socket.socket, FrameCodec]]
+"""Connects to a restarted coordinator; see `reach`."""
+
+
+def reach(
+    address: tuple[str, int], key: bytes, rank: int, timeout_s: float
+) -> tuple[socket.socket, FrameCodec]:
+    """Connects to the coordinator and reads its greeting.
+
+    Raises:
+        CommunicationError: no coordinator answers at the address.
+    """
+    connection: socket.socket | None = None
+    try:
+        connection = socket.create_connection(address, timeout=timeout_s)
+        keep_alive(connection)
+        greeting = b""
+        while len(greeting) < GREETING_BYTES:
+            part = connection.recv(GREETING_BYTES - len(greeting))
+            if not part:
+                break
+            greeting += part
+        codec = FrameCodec(key, nonce_of(greeting), is_server=False)
+    except (OSError, ProtocolError) as error:
+        if connection is not None:
+            connection.close()
+        raise CommunicationError(
+            f"rank {rank} cannot reach the coordinator at "
+            f"{format_address(*address)}: {error}; was the script started by "
+            "`elche run` or torchrun, and is that process still alive?"
+        ) from error
+    connection.settimeout(timeout_s)
+    return connection, codec

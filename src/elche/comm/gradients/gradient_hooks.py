@@ -26,11 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
-from elche.torch_internals.held import (
-    accumulated_hooks,
-    held_modules,
-    held_parameters,
-)
+from elche.torch_internals.held import accumulated_hooks, held_modules, held_parameters
 from elche.torch_internals.passes import current_node, queue_callback
 
 _IS_TRAINED = attrgetter("requires_grad")

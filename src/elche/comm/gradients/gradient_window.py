@@ -22,8 +22,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from elche.comm.tensors.flat import shaped, wire_dtype
-from elche.comm.tensors.nan_check import all_finite
+from elche.comm.tensors.flat import all_finite, shaped, wire_dtype
 from elche.comm.transport.host_exchange import open_by_hosts
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError

@@ -29,12 +29,12 @@ from typing import Any, NoReturn, final
 from torch import nn
 from typing_extensions import override
 
+from elche.comm.averaging.averager_state import packed_residuals, unpacked_residuals
 from elche.comm.gradients.buckets.bucket import PassOptions
 from elche.comm.gradients.buckets.bucket_pass import BucketPass, Phase
 from elche.comm.gradients.buckets.bucket_queue import Reduced, formats_agree
 from elche.comm.gradients.gradient_hooks import at_backward_end
 from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
-from elche.comm.gradients.residual_state import packed, unpacked
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.process_group import Group
@@ -130,7 +130,7 @@ class GradientReducer(BucketPass):
     def state_dict(self) -> dict[str, Any] | None:
         """Returns the residuals of this rank's codec; None without a codec."""
         left = self._queue.residuals()
-        return packed(self.parameters, left) if left else None
+        return packed_residuals(self.parameters, left) if left else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the codec's residuals, if there is a codec; a collective call.
@@ -138,7 +138,8 @@ class GradientReducer(BucketPass):
         Raises:
             MismatchError: a rank's state does not fit its parameters.
         """
-        self._queue.load_residuals(unpacked(self.parameters, state, self._group))
+        left = unpacked_residuals(self.parameters, state, self._group)
+        self._queue.load_residuals(left)
 
     @override
     def detach(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from elche.devices import choice, streams
-from elche.torch_internals.held import foreach_add_, foreach_copy_
+from elche.torch_internals.held import foreach_add_, foreach_copy_, foreach_norm
 
 SEGMENT_ELEMENTS = 262_144
 
@@ -256,6 +256,18 @@ def shaped(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     """Splits ``flat`` into consecutive views shaped like the given tensors."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+@torch.no_grad()
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """True if every element is finite (one pass, one synchronization per device)."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.detach())
+    return all(
+        bool(torch.stack([n.float() for n in foreach_norm(some)]).isfinite().all())
+        for some in by_device.values()
+    )
 
 
 def _key(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:

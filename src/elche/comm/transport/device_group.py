@@ -155,17 +155,11 @@ class DeviceGroup:
     def close(self) -> None:
         """Ends the group at once, without waiting for pending collectives."""
         made, self.made = self.made, None
-        end_at_once(made)
-        self._served = None
-
-
-def end_at_once(made: Any) -> None:
-    """Ends a torch group without waiting for pending collectives."""
-    for end in ("abort", "shutdown"):
-        if hasattr(made, end):
+        end = getattr(made, "abort", getattr(made, "shutdown", None))
+        if end is not None:
             with contextlib.suppress(RuntimeError):
-                getattr(made, end)()
-            break
+                end()
+        self._served = None
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[dist.Store, str]:

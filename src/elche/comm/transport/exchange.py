@@ -23,10 +23,7 @@ import torch
 from typing_extensions import override
 
 from elche.comm.transport.process_group import Group
-from elche.comm.transport.shared_memory import (
-    aligned,
-    map_together,
-)
+from elche.comm.transport.shared_memory import aligned, map_together
 from elche.errors import ProtocolError
 
 COUNTER_BYTES = 8
@@ -52,9 +49,9 @@ class Exchange(ABC):
     def contribution(self, side: int) -> torch.Tensor:
         """Returns this rank's flat message, to be filled."""
 
-    @abstractmethod
     def result(self, side: int) -> torch.Tensor:
         """Returns the flat sum, valid after :meth:`finish`."""
+        return self.contribution(side)
 
     @abstractmethod
     def begin(self, side: int) -> None:
@@ -81,9 +78,9 @@ class Exchange(ABC):
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Writes the sum of these elements to flat ``out``; call after :meth:`wait`."""
 
-    @abstractmethod
     def release(self) -> None:
         """Releases this side for overwriting; call after the last :meth:`sum_into`."""
+        return
 
     def reclaim(self, what: str) -> None:
         """Waits until all ranks have read the last sum.
@@ -107,7 +104,7 @@ class Exchange(ABC):
     @property
     def has_sum(self) -> bool:
         """True if :meth:`wait` would return at once without raising."""
-        return False
+        return self.poll()
 
     @abstractmethod
     def _collected(self) -> torch.Tensor:
@@ -142,10 +139,6 @@ class GlooExchange(Exchange):
     def contribution(self, side: int) -> torch.Tensor:
         return self._tensors[side]
 
-    def result(self, side: int) -> torch.Tensor:
-        """Returns the contribution's memory, which holds the sum."""
-        return self._tensors[side]
-
     def renew(self, side: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Allocates this side's next message by ``make``, after releasing the last."""
         self._tensors[side] = self._tensors[side].new_empty(0)
@@ -170,9 +163,6 @@ class GlooExchange(Exchange):
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
         out.copy_(self._tensors[self._side][start:stop])
-
-    def release(self) -> None:
-        """Does nothing: this memory is private to the rank."""
 
     @property
     @override
@@ -281,7 +271,8 @@ class MemoryExchange(Exchange):
                 lambda: self._behind(self._read, number),
             )
 
-    def _is_written(self) -> bool:
+    def is_written(self) -> bool:
+        """True if all ranks that share the memory have written the message."""
         return min(self._written) >= self._number
 
     def _missing(self) -> list[int]:
@@ -307,24 +298,12 @@ class SharedExchange(MemoryExchange):
     Made by :func:`open_exchange`.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        memory: mmap.mmap,
-        numel: int,
-        dtype: torch.dtype,
-        sides: int,
-    ) -> None:
-        super().__init__(group, memory, range(group.world_size), (numel, dtype), sides)
-
-    @override
-    def poll(self) -> bool:
-        return self._is_written()
+    poll = MemoryExchange.is_written
 
     @override
     def wait(self, what: str) -> None:
-        if not self._is_written():
-            self._group.wait_until(self._is_written, what, self._missing)
+        if not self.is_written():
+            self._group.wait_until(self.is_written, what, self._missing)
 
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
@@ -332,11 +311,6 @@ class SharedExchange(MemoryExchange):
         torch.add(first[start:stop], second[start:stop], out=out)
         for slot in others:
             out.add_(slot[start:stop])
-
-    @property
-    @override
-    def has_sum(self) -> bool:
-        return self._is_written()
 
 
 def succeeded(work: Any) -> bool:
@@ -371,14 +345,12 @@ def open_exchange(
     """
     if group.shares_host and numel and group.world_size > 1:
         shared = shared_sides or sides
-        memory = map_together(
-            group,
-            SharedExchange.size_bytes(
-                group.world_size, numel, dtype, shared * group.world_size
-            ),
-        )
+        ranks = range(group.world_size)
+        places = shared * len(ranks)
+        size_bytes = SharedExchange.size_bytes(len(ranks), numel, dtype, places)
+        memory = map_together(group, size_bytes)
         if memory is not None:
-            return SharedExchange(group, memory, numel, dtype, shared)
+            return SharedExchange(group, memory, ranks, (numel, dtype), shared)
     return GlooExchange(group, numel, dtype, device, sides)
 
 

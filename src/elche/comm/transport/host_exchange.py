@@ -100,7 +100,7 @@ class HostLeaders:
         """Advances this host's sums without blocking, if this rank is the leader."""
         if self._leaders is None:
             return
-        while self._waiting and self._waiting[0].is_offered:
+        while self._waiting and self._waiting[0].is_written():
             exchange = self._waiting.popleft()
             exchange.begin_between(self._leaders)
             self._under_way.append(exchange)
@@ -166,11 +166,6 @@ class HostExchange(MemoryExchange):
         self._work, self._has_failed = None, False
         self._leaders.begin(self)
 
-    @property
-    def is_offered(self) -> bool:
-        """True if all ranks of this host have written the message."""
-        return self._is_written()
-
     @torch.no_grad()
     def begin_between(self, leaders: Group) -> None:
         """Sums the host's contributions, and begins the sum between hosts."""
@@ -201,7 +196,7 @@ class HostExchange(MemoryExchange):
     def wait(self, what: str) -> None:
         def offered() -> bool:
             self._leaders.drive()
-            return self.is_offered
+            return self.is_written()
 
         if self._has_come:
             return
@@ -236,12 +231,7 @@ class HostExchange(MemoryExchange):
 
 
 def open_by_hosts(
-    group: Group,
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    sums: int = 1,
+    group: Group, numel: int, dtype: torch.dtype, device: torch.device, *, sums: int = 1
 ) -> Exchange:
     """Makes a one-sided exchange that sums inside hosts first; a collective call.
 

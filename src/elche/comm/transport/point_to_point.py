@@ -15,11 +15,7 @@ from functools import partial
 from typing import Any, final
 
 from elche.comm.transport.device_messages import DeviceMessages
-from elche.comm.transport.gloo_lines import (
-    GlooLine,
-    Mailbox,
-    end_waits,
-)
+from elche.comm.transport.gloo_lines import GlooLine, Mailbox, end_waits
 from elche.comm.transport.message_memory import IncomingMemory, OutgoingMemory
 from elche.comm.transport.messages import BETWEEN_STEPS, Address, Message, Packed
 from elche.comm.transport.process_group import SLEEP_S

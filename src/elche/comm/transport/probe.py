@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.host_exchange import open_by_hosts
 from elche.comm.transport.process_group import Group
 
@@ -36,22 +37,30 @@ def probe_reduction_s(group: Group, numel: int) -> float:
     wanted = max(1, numel)
     longest = min(wanted, PROBED_ELEMENTS)
     probed = min(longest, FIRST_ELEMENTS)
-    while probed < longest and _quickest(group, probed, 1)[1] < LONG_ENOUGH_S:
+    while probed < longest and _probed(group, probed, 1)[1] < LONG_ENOUGH_S:
         probed = min(longest, probed * GROWTH)
-    quickest_s, _ = _quickest(group, probed)
+    quickest_s, _ = _probed(group, probed, ROUNDS)
     if probed == wanted:
         return quickest_s
-    latency_s = min(quickest_s, _quickest(group, 1)[0])
+    latency_s = min(quickest_s, _probed(group, 1, ROUNDS)[0])
     return latency_s + (quickest_s - latency_s) * wanted / probed
 
 
-def _quickest(group: Group, numel: int, rounds: int = ROUNDS) -> tuple[float, float]:
-    """Returns this rank's quickest time, and the minimum over rounds of the slowest.
-
-    The second value is the same on all ranks, so only it decides how to continue.
-    """
+def _probed(group: Group, numel: int, rounds: int) -> tuple[float, float]:
     exchange = open_by_hosts(group, numel, torch.float32, torch.device("cpu"))
-    quickest_s = slowest_s = float("inf")
+    return message_times_s(group, exchange, rounds)
+
+
+def message_times_s(
+    group: Group, exchange: Exchange, rounds: int
+) -> tuple[float, float]:
+    """Times messages in seconds; a collective call.
+
+    Returns:
+        This rank's quickest time, and the minimum over rounds of the slowest rank's,
+        which is the same on all ranks; so only the latter decides how to continue.
+    """
+    own_s = slowest_s = float("inf")
     spent_s = taken_s = 0.0
     for number in range(rounds + 1):
         times = torch.zeros(group.world_size, dtype=torch.float64, device="cpu")
@@ -63,10 +72,10 @@ def _quickest(group: Group, numel: int, rounds: int = ROUNDS) -> tuple[float, fl
             spent_s += last_s
         if number == rounds or (number and spent_s + slowest_s > MOST_S):
             break
-        started_s = time.perf_counter()
         exchange.contribution(0).zero_()
+        started_s = time.perf_counter()
         exchange.begin(0)
         exchange.finish("probing the link")
         taken_s = time.perf_counter() - started_s
-        quickest_s = min(quickest_s, taken_s)
-    return quickest_s, slowest_s
+        own_s = min(own_s, taken_s)
+    return own_s, slowest_s

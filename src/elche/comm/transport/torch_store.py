@@ -71,11 +71,7 @@ def _store_on(host: str, descriptor: int, port: int) -> Any:
     from torch.distributed import TCPStore
 
     return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
     )
 
 

@@ -1,6 +1,6 @@
 """State of a pipeline under the model's names: model, optimizers and loop.
 
-`CheckpointKeeper` treats it as a run (`elche.checkpoint.saved_run`).
+`CheckpointKeeper` treats it as a run (`elche.checkpoint.contents`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.codec.coded_exchange import CodedExchange, open_coded_exchange
 from elche.comm.transport.process_group import Group
 from tests.comm.joined import joined
 from tests.harness.rank_main import this_place

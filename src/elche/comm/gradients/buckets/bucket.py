@@ -27,8 +27,7 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.codec.coded_exchange import CodedExchange, open_coded_exchange
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
 from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
@@ -66,9 +65,10 @@ class BucketLayout:
     """Layout of a message: concatenated gradients, and a flag per gradient.
 
     Args:
-        parameters: parameters of one dtype, in the order of their gradients.
+        parameters: parameters in the order of their gradients.
         keeps_strides: True to lay out gradients by their parameters' strides, False:
             contiguous.
+        dtype: dtype of the message; None: that of the parameters, which have one.
 
     Attributes:
         dtype: dtype of the message; a complex number is sent as two real numbers.
@@ -76,16 +76,20 @@ class BucketLayout:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, keeps_strides: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        keeps_strides: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        dtype = parameters[0].dtype
+        dtype = dtype or parameters[0].dtype
         self._parameters = parameters
         self._keeps_strides = keeps_strides
-        numbers = 2 if dtype.is_complex else 1
-        self._sizes = [*(numbers * p.numel() for p in parameters), len(parameters)]
+        sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+        self._sizes = [*sizes, len(parameters)]
         self._shapes = [parameter.shape for parameter in parameters]
-        self._is_plain = not dtype.is_complex and all(
-            parameter.is_contiguous() for parameter in parameters
+        self._is_plain = not any(
+            p.is_complex() or not p.is_contiguous() for p in parameters
         )
         self.dtype = dtype.to_real() if dtype.is_complex else dtype
         self.numel = sum(self._sizes)

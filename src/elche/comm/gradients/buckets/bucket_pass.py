@@ -30,9 +30,9 @@ from elche.comm.gradients.buckets.bucket import Bucket, PassOptions, give_back_f
 from elche.comm.gradients.buckets.bucket_queue import (
     BucketQueue,
     GradientOrder,
+    LateSums,
     Reduced,
 )
-from elche.comm.gradients.buckets.late_sums import LateSums
 from elche.comm.gradients.gradient_hooks import (
     GradientHooks,
     at_backward_end,

@@ -170,6 +170,20 @@ def test_full_disk_of_another_rank(
     assert content_of(tmp_path, num_ranks=2) == 1.0
 
 
+def test_a_writer_fails_for_one_checkpoint(
+    tmp_path: Path, disk: Callable[[QuickOs], None]
+) -> None:
+    store = CheckpointStore(tmp_path)
+    writer = CheckpointWriter(store, 0, 1, "run", WAIT_S)
+    disk(FullOs(50))
+    begin(writer, store.next_name(), 1)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        writer.wait(WAIT_S)
+    disk(QuickOs())
+    begin(writer, store.next_name(), 2)
+    assert outcome_of(writer) is None
+
+
 def test_a_rank_that_never_writes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     writer = CheckpointWriter(store, 0, 2, "run", deadline_s=0.1)

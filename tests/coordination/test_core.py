@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
+from elche.coordination.gathering import WELL_AFTER_S
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BarrierReached,
@@ -501,8 +502,13 @@ def drained() -> Coordinator:
     return core
 
 
-def test_a_break_ends_the_epoch_for_others_once_it_is_known_to_be_one() -> None:
-    told = drained().handle(EpochOpened(rank=1, epoch=1), 3.0)
+@pytest.mark.parametrize("event", [EpochOpened(rank=1, epoch=1), Tick()])
+def test_a_break_ends_the_epoch_for_others_once_it_is_known_to_be_one(
+    event: Event,
+) -> None:
+    core = drained()
+    assert core.handle(Tick(), 2.0 + WELL_AFTER_S / 2) == []
+    told = core.handle(event, 2.0 + WELL_AFTER_S)
     assert [m.rank for m in told if isinstance(m, EndEpoch)] == [0, 2]
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import (
+    BarrierReached,
     EpochOpened,
     Event,
     Failed,
@@ -22,6 +23,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import (
     Abort,
+    BarrierPassed,
     BeginEpoch,
     CloseWindow,
     EndEpoch,
@@ -106,6 +108,8 @@ class Member:
             if told.left and not told.is_early:
                 samples = sum(stop - start for start, stop in told.left)
                 return self.open(0, continues=True, sizes=((8, samples // 8),))
+            return [BarrierReached(rank=rank, name="the end")]  # some may die before
+        if isinstance(told, BarrierPassed):
             self.is_over = True
             return [Left(rank=rank)]
         return []

@@ -222,14 +222,6 @@ def test_a_claim_of_batches_never_leased_ends_the_run_with_its_story(
     core.check()
 
 
-def test_a_batch_claimed_twice_ends_the_run() -> None:
-    core, told = opened(plan_of("cadence"))
-    batch = next(m.start for m in told if isinstance(m, GrantBatches) and m.rank == 0)
-    told = core.handle(batch_done(0, batch), 1.0)
-    assert Abort not in {type(message) for message in told}
-    assert "claims batches" in reason_of(core.handle(batch_done(0, batch), 2.0), 2)
-
-
 @pytest.mark.parametrize(("start", "stop"), [(0, 2), (1, 2), (5, 6), (-1, 0)])
 def test_a_claim_of_steps_never_granted_ends_the_run(start: int, stop: int) -> None:
     core, told = opened(plan_of("sync"))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elche.comm.gradients.part_weights import StepWeights, reference_of
 from tests.comm.bus import Bus
+from tests.comm.thread_group import on_ranks
 
 weights = st.floats(1e-9, 1e15)
 
@@ -65,3 +66,23 @@ def test_who_was_handed_sums_can_hand_them_on() -> None:
     weights = StepWeights([], group)
     assert weights.continue_in(group, source=1) == 3.0
     assert weights.continue_in(group, source=0) == 3.0
+
+
+def factors_of(group: Any) -> list[float]:
+    """Of this rank's gradients, in a pass that weighs something and one that does not.
+
+    The last one has a reference already.
+    """
+    weights, factors = StepWeights([], group), []
+    weights.attach()
+    for side, weight in enumerate((2.0, 0.0)):
+        weights.begin_step(weight)
+        factors.append(weights.open_pass(side))
+        assert weight or weights.close_pass() == 1.0
+    return factors
+
+
+def test_where_nothing_weighs_all_keep_what_the_first_rank_has_accumulated() -> None:
+    first, *others = on_ranks(3, factors_of)
+    assert first[1] == 1.0
+    assert [other[1] for other in others] == [0.0, 0.0]

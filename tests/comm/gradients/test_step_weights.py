@@ -68,21 +68,16 @@ def test_who_was_handed_sums_can_hand_them_on() -> None:
     assert weights.continue_in(group, source=0) == 3.0
 
 
-def factors_of(group: Any) -> list[float]:
-    """Of this rank's gradients, in a pass that weighs something and one that does not.
-
-    The last one has a reference already.
-    """
-    weights, factors = StepWeights([], group), []
-    weights.attach()
-    for side, weight in enumerate((2.0, 0.0)):
-        weights.begin_step(weight)
-        factors.append(weights.open_pass(side))
-        assert weight or weights.close_pass() == 1.0
-    return factors
-
-
 def test_where_nothing_weighs_all_keep_what_the_first_rank_has_accumulated() -> None:
-    first, *others = on_ranks(3, factors_of)
-    assert first[1] == 1.0
-    assert [other[1] for other in others] == [0.0, 0.0]
+    """Also where an earlier pass is a reference for the total."""
+
+    def factor_of(group: Any) -> float:
+        weights = StepWeights([], group)
+        weights.attach()
+        for side, weight in enumerate((2.0, 0.0)):
+            weights.begin_step(weight)
+            factor = weights.open_pass(side)
+            assert weight or weights.close_pass() == 1.0
+        return factor
+
+    assert on_ranks(3, factor_of) == [1.0, 0.0, 0.0]

@@ -108,8 +108,6 @@ class Member:
             if told.left and not told.is_early:
                 samples = sum(stop - start for start, stop in told.left)
                 return self.open(0, continues=True, sizes=((8, samples // 8),))
-            return [BarrierReached(rank=rank, name="the end")]  # some may die before
-        if isinstance(told, BarrierPassed):
             self.is_over = True
             return [Left(rank=rank)]
         return []
@@ -209,6 +207,15 @@ def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> Non
     assert [told.joined for told in regroups] == [(0, 1, 2)]
     regroups = [told for told in meeting.told[0] if isinstance(told, Regroup)]
     assert [told.joined for told in regroups] == [(2,)]
+
+
+def test_survivors_pass_a_barrier_that_a_dead_rank_has_not_reached() -> None:
+    meeting = Meeting(plan_of(founders=3))
+    for rank in (0, 1):
+        meeting.say(BarrierReached(rank=rank, name="a"))
+    meeting.lose(2)
+    told = [*meeting.told[0], *meeting.told[1]]
+    assert [one.rank for one in told if isinstance(one, BarrierPassed)] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from elche.coordination.protocol.events import (
 from elche.coordination.protocol.instructions import (
     Abort,
     Adopt,
-    BarrierPassed,
     BeginEpoch,
     CloseWindow,
     EndEpoch,
@@ -132,16 +131,6 @@ def closed(rank: int, window: int) -> WindowClosed:
 
 def reduced(rank: int, window: int) -> ModelUpdated:
     return ModelUpdated(rank=rank, epoch=0, window=window, sync_s=0.1)
-
-
-def test_all_ranks_are_welcomed_in_whatever_order_they_join() -> None:
-    plan = plan_of("sync", 3)
-    core = Coordinator(3)
-    assert core.handle(join_of(plan, 2), 0.0) == []
-    assert core.handle(join_of(plan, 0), 0.0) == []
-    told = core.handle(join_of(plan, 1), 0.0)
-    assert [type(message) for message in told] == [Welcome] * 3
-    assert {message.rank for message in told} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -346,18 +335,6 @@ def test_an_epoch_without_batches_ends_at_once_or_is_refused(policy: str) -> Non
         for rank in (0, 1):
             told += core.handle(closed(rank, window), 1.0)
     assert {EndEpoch, Abort} & {type(message) for message in told}
-
-
-def test_a_barrier_is_passed_by_all_or_ends_with_the_missing_named() -> None:
-    core = joined(plan_of("sync", 3))
-    assert core.handle(BarrierReached(rank=2, name="a"), 1.0) == []
-    assert core.handle(BarrierReached(rank=0, name="a"), 1.0) == []
-    told = core.handle(BarrierReached(rank=1, name="a"), 1.0)
-    assert [type(message) for message in told] == [BarrierPassed] * 3
-    core.handle(BarrierReached(rank=1, name="b"), 2.0)
-    assert core.handle(Tick(), 300.0) == []
-    told = core.handle(Tick(), 303.0)
-    assert "ranks [0, 2] at barrier 'b'" in reason_of(told, 3)
 
 
 def test_a_pause_of_the_coordinator_is_in_durations_and_in_no_deadline() -> None:

@@ -216,9 +216,8 @@ def test_survivors_pass_a_barrier_that_a_dead_rank_has_not_reached() -> None:
             meeting.say(BarrierReached(rank=rank, name=name))
         meeting.lose(2)
         for rank in (0, 1):
-            told = meeting.told[rank]
-            passed = [one.name for one in told if isinstance(one, BarrierPassed)]
-            assert passed[-1:] == [name]
+            told = [o for o in meeting.told[rank] if isinstance(o, BarrierPassed)]
+            assert told[-1].name == name
 
 
 @pytest.mark.parametrize(

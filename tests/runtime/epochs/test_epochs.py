@@ -116,20 +116,16 @@ class RankThread:
         transport = {"transport": {"kind": "gloo", "bucket_cap_mb": 1e-5}}
         options = {"policy": case.policy, "seed": 3} | transport | windows
         data = TensorDataset(torch.arange(SAMPLES), X, Y)
+        drawn = torch.Generator().manual_seed(7)
+        loader = DataLoader(data, BATCH, shuffle=case.is_frozen, generator=drawn)
         self.training = Training(
             config=RunConfig(**options),
             model=self.model,
             optimizers=(optimizer_of(self.model),),
-            loader=by_position(self._loader(data), None, case.ranks, 3),
+            loader=by_position(loader, None, case.ranks, 3),
             epochs=case.epochs,
             pauses=self.cuts,
         )
-
-    def _loader(self, data: TensorDataset) -> DataLoader[Any]:
-        """Another order each epoch where some ranks may take the last one's."""
-        drawn = torch.Generator().manual_seed(7)
-        shuffles = self.case.is_frozen
-        return DataLoader(data, BATCH, shuffle=shuffles, generator=drawn)
 
     def main(self) -> torch.Tensor | None:
         """Trains; the parameters at the end, None where this rank was killed."""
@@ -368,7 +364,6 @@ def test_a_layer_is_unfrozen_between_epochs(
     policy: str, dies: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While reducers are built for it a rank may die; the third epoch is as usual."""
-    options: dict[str, Any] = {"epochs": 3, "dies_in_opening": dies}
-    case = Case(policy=policy, is_frozen=True, **options)
+    case = Case(policy=policy, is_frozen=True, epochs=3, dies_in_opening=dies)
     hub, held = run_threads(case, monkeypatch)
     assert check(hub, held, is_frozen=True) == once(0) | once(1) | once(2)

@@ -285,7 +285,8 @@ def other_model(folder: Path) -> None:
 
 def others_registered(folder: Path) -> None:
     set_up()
-    elche.register_for_checkpointing(ema=nn.Linear(1, 1))
+    elche.register_for_checkpointing(ema=(ema := nn.Linear(1, 1)))
+    elche.register_for_checkpointing(ema=ema, more=nn.Linear(1, 1))
     elche.resume(folder)
 
 
@@ -337,7 +338,11 @@ def twice_as(folder: Path) -> None:
     ("act", "error", "message"),
     [
         (other_model, MismatchError, "does not fit the model of this script"),
-        (others_registered, MismatchError, r"this script has registered \['ema'\]"),
+        (
+            others_registered,
+            MismatchError,
+            r"this script has registered \['ema', 'more'\]",
+        ),
         (another_scheduler, MismatchError, "holds 0 schedulers, but this script"),
         (too_late, ConfigError, "before the first epoch, got it after 1"),
         (scheduled, ConfigError, "a scheduler sets the learning rate of Adam"),

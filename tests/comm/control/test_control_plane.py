@@ -434,11 +434,33 @@ def test_what_the_system_takes_in_parts_arrives_whole() -> None:
     assert [message.get("value") for message in said] == [None, b"1", value, b"2"]
 
 
-def test_a_coordinator_that_reads_nothing_is_lost_at_the_deadline() -> None:
-    with one_connection() as (channel, _, _):
-        channel._timeout_s = 0.05
-        with pytest.raises(CommunicationError, match="lost the coordinator: timed out"):
-            channel.store_set("large", bytes(32 << 20))
+def test_a_new_connection_brings_what_the_last_one_left_open() -> None:
+    """Messages that were not acknowledged, and requests for values, each once."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    nonces = [bytes([number]) * NONCE_BYTES for number in range(2)]
+    near = [FrameCodec(KEY, nonce, is_server=False) for nonce in nonces]
+    far = [FrameCodec(KEY, nonce, is_server=True) for nonce in nonces]
+    for one, _ in pairs:
+        one.settimeout(WAIT_S)
+    (first, lost), (second, new) = pairs
+    channel = ControlChannel(first, near[0], 0, lambda: (second, near[1]))
+    for key in ("x", "y"):
+        channel.store_set(key, b"1")
+        channel.store_ask(f"of {key}")
+    answer = {"type": "StoreValue", "key": "of x", "value": b"2"}
+    with lost:
+        lost.recv(1 << 16)
+        lost.sendall(far[0].encode(answer))
+    new.sendall(far[1].encode({"type": "Resumed", "taken": 1}))
+    for _ in range(2):  # the value, and the end
+        channel.wait_for_values(WAIT_S)
+    with closing(second), new:
+        new.settimeout(1.0)
+        came: list[dict[str, object]] = []
+        while len(came) < 3:
+            came += far[1].feed(new.recv(1 << 16))
+    assert [one["type"] for one in came] == ["Hello", "StoreSet", "StoreGet"]
+    assert (came[1]["key"], came[2]["key"]) == ("y", "of y")
 
 
 @pytest.mark.parametrize("value", [2**40, True, None, "text", [1, 2], {"a": 1}])

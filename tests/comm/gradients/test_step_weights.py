@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elche.comm.gradients.part_weights import StepWeights, reference_of
 from tests.comm.bus import Bus
+from tests.comm.thread_group import on_ranks
 
 weights = st.floats(1e-9, 1e15)
 
@@ -65,3 +66,18 @@ def test_who_was_handed_sums_can_hand_them_on() -> None:
     weights = StepWeights([], group)
     assert weights.continue_in(group, source=1) == 3.0
     assert weights.continue_in(group, source=0) == 3.0
+
+
+def test_where_nothing_weighs_all_keep_what_the_first_rank_has_accumulated() -> None:
+    """Also where an earlier pass is a reference for the total."""
+
+    def factor_of(group: Any) -> float:
+        weights = StepWeights([], group)
+        weights.attach()
+        for side, weight in enumerate((2.0, 0.0)):
+            weights.begin_step(weight)
+            factor = weights.open_pass(side)
+            assert weight or weights.close_pass() == 1.0
+        return factor
+
+    assert on_ranks(3, factor_of) == [1.0, 0.0, 0.0]

@@ -38,10 +38,17 @@ def check(pool: RankPool, job: Job, reference: Ended, **pool_options: Any) -> No
         assert end.samples == reference.samples
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+PADDED = pytest.mark.parametrize("is_padded", [True, False])
+
+
+@PADDED
+@pytest.mark.parametrize(("model", "passes"), [("plain", 1), ("plain", 2), ("norm", 1)])
 @pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_steps_of_unequal_shares(ranks2: RankPool, loss: str, passes: int) -> None:
-    job = dataclasses.replace(SYNC, loss=loss, passes=passes)
+def test_steps_of_unequal_shares(
+    ranks2: RankPool, loss: str, model: str, passes: int, is_padded: bool
+) -> None:
+    changes: dict[str, Any] = {"loss": loss, "model": model, "passes": passes}
+    job = dataclasses.replace(SYNC, **changes, is_padded=is_padded)
     check(ranks2, job, alone(job), env=FOUR_TO_ONE)
 
 
@@ -63,14 +70,18 @@ def test_ranks_without_samples_and_steps_without_a_token(
     check(ranks3, job, alone(job))
 
 
+@PADDED
 @pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None:
+def test_gradient_windows_of_unequal_shares(
+    ranks2: RankPool, loss: str, is_padded: bool
+) -> None:
     """Windows of two batches and one: every step is one on three batches' tokens."""
     job = Job(
         samples=16 * 3 * 6 + 20,
         epochs=2,
         loss=loss,
         shuffle=False,
+        is_padded=is_padded,
         options={**COMMON_STEPS, "local_batch_size": 16},
     )
     check(ranks2, job, alone(dataclasses.replace(job, batch_size=48)))

@@ -50,11 +50,6 @@ def test_every_position_is_trained_on_in_one_part(
     assert sorted(done) == list(range(sizes.num_samples))
 
 
-@given(sizes_of_epochs)
-def test_an_epoch_that_is_not_cut_has_its_own_batches(sizes: BatchSizes) -> None:
-    assert PartRanges(((0, sizes.num_samples),)).sizes_in(sizes) == sizes
-
-
 @given(st.data(), sizes_of_epochs)
 def test_what_ranks_that_died_give_back_goes_to_the_last_batches(
     data: st.DataObject, sizes: BatchSizes

@@ -6,7 +6,7 @@ import math
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elche.coordination.accounts.model_checks import (
@@ -32,6 +32,7 @@ def check(at: int = 8, what: str = "w", kind: str = "CPU", bits: int = 0) -> Mod
 
 
 @given(shapes)
+@example([(3, 2 * LEAST_VALUES)])
 def test_slices_cover_every_value_once(shapes: list[tuple[int, int]]) -> None:
     slices = plan_slices(shapes)
     pieces = list(chain.from_iterable(slices))

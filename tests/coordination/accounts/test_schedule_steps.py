@@ -190,7 +190,7 @@ def test_what_was_taken_too_many_before_an_early_end_is_passed_over() -> None:
     later.agree(1)
     assert (later.due(17.0), later.due(20.0), later.due(99.0)) == (0, 2, 5)
     later.taken += later.due(20.0)
-    resumed = ScheduleSteps(100, most=3)
+    resumed = ScheduleSteps(100, most=3, ahead=2)
     resumed.load_state_dict(later.state_dict())
     assert resumed.due(99.0) == later.due(99.0) == 3
     in_steps = ScheduleSteps(100, ahead=2)

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from elche.config import RunConfig
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import (
+    BatchSizes,
+    count_batches,
+    joined,
+)
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.sync.lost_ranks import LostRanks, Settlement, StepPlace, settle
-from elche.coordination.sync.step_grants import Granted
 from elche.coordination.sync.sync_policy import SyncPolicy
-from tests.coordination.sync.granted_steps import members
+from tests.coordination.sync.granted_steps import HORIZON, members
 
 
 @pytest.mark.parametrize(
@@ -48,9 +51,28 @@ def test_sums_that_none_holds_are_reduced_anew() -> None:
     assert settle(places) == Settlement(source=None, passes=4, first=4, last=4)
 
 
-def test_samples_of_a_lost_rank_are_left_over_in_each_of_its_steps() -> None:
-    grant = Granted(2, 4, (3, 0, 5, 1), set(), lost=frozenset({1, 2}))
-    assert grant.missing_parts() == [(2, 3, 8), (3, 3, 8)]
+@pytest.mark.parametrize("last", range(HORIZON + 2))
+@pytest.mark.parametrize("common", range(HORIZON + 3))
+def test_what_is_left_after_a_death_is_what_no_survivor_holds(
+    common: int, last: int
+) -> None:
+    """Rank 1's samples count before step ``common``; ``last`` is the last one run."""
+    policy = SyncPolicy(members(*["CPU"] * 3), Settings(config=RunConfig()))
+    policy.begin_epoch(0, BatchSizes(((6, 9),)), 0.0)
+    policy.remove(1)
+    for rank in (0, 2):
+        policy.arrived(rank, ((1, common),))
+    policy.regrouped({0: last, 2: last}, 0.0)
+    assert policy.totals.samples == 0, "the others have not run these steps"
+    for rank in (0, 2):
+        event = ModelUpdated(rank=rank, epoch=0, window=last)
+        is_over = policy.handle(event, 1.0).epoch_over
+    policy.check()
+    assert is_over
+    lost = [(6 * step + 2, 6 * step + 4) for step in range(common, last + 1)]
+    left = joined([*lost, (6 * last + 6, 54)])
+    assert [*policy.positions_left] == left
+    assert policy.totals.samples == 54 - count_batches(left)
 
 
 def test_a_rank_that_ran_its_steps_in_an_earlier_group_runs_those_of_the_next() -> None:

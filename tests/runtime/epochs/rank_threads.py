@@ -34,6 +34,8 @@ CLOSED, REDUCED, STEPPED, TRAINED = "closed", "reduced", "stepped", "trained"
 Entry = tuple[str, int, tuple[int, ...]]
 """(STEPPED or TRAINED, epoch, positions), before the backward pass of a step or of a
 window's batch; or (CLOSED or REDUCED, window, ())."""
+Saved = tuple[tuple[dict[str, Any], ...], int]
+"""States of the run, its epochs, the model and the optimizer; entries until then."""
 
 
 class Killed(BaseException):
@@ -74,6 +76,8 @@ class Hub:
         dead: ranks that were killed.
         half_held: sums that a survivor lacks and another one has.
         progress: samples of the run, as each rank has them at its end.
+        saved: by rank, what its first checkpoint has.
+        resumed: what each rank begins with, if it resumes.
         deadly: collectives that a rank still begins before the one in which it dies.
     """
 
@@ -90,20 +94,35 @@ class Hub:
         self.deadly: dict[int, int] = {}
         self.half_held = 0
         self.progress: dict[int, float] = {}
+        self.saved: dict[int, Saved] = {}
+        self.resumed: dict[int, Saved] = {}
+        self._first_window = 0
         self._meetings: dict[int | str, Meeting] = defaultdict(Meeting)
+
+    def follow(self, before: Hub) -> None:
+        """These ranks resume what all ranks of another hub have saved."""
+        self.resumed = before.saved
+        kept = [before.saved[rank][1] for rank in range(len(before.entries))]
+        self.entries = [of[:n] for of, n in zip(before.entries, kept, strict=True)]
+        numbers = (n for of in self.entries for kind, n, _ in of if kind == CLOSED)
+        self._first_window = 1 + max(numbers, default=-1)
+        for window in range(self._first_window):
+            self.plans[window] = before.plans[window]
 
     def take(self, event: Event) -> None:
         """An event comes to the coordinator; what it answers is there at once."""
         if isinstance(event, WindowClosed | ModelUpdated):
             kind = CLOSED if isinstance(event, WindowClosed) else REDUCED
-            self.entries[event.rank].append((kind, event.window, ()))
+            window = self._first_window + event.window
+            self.entries[event.rank].append((kind, window, ()))
         now_s = max(self.turns.clocks)
         told = self.core.handle(event, now_s)
         self.core.check()
         for each in told:
             self.inboxes[each.rank].append(each)
             if isinstance(each, Reduce):
-                attempts = self.plans[each.window].setdefault(each.attempt, {})
+                window = self._first_window + each.window
+                attempts = self.plans[window].setdefault(each.attempt, {})
                 attempts[each.rank] = each
 
     def kill(self, rank: int) -> NoReturn:

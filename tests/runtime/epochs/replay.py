@@ -52,6 +52,11 @@ def loss_of(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def freeze(net: nn.Module, is_frozen: bool) -> None:
+    """Takes the gradients from the first layer, or gives them back."""
+    next(net.children()).requires_grad_(not is_frozen)
+
+
 def flat(net: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
@@ -59,11 +64,13 @@ def flat(net: nn.Module) -> torch.Tensor:
 class Device:
     """A model and its optimizer, trained by positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_frozen: bool) -> None:
         self.net = model()
+        self._is_frozen = is_frozen  # in the first epoch
         self._optimizer = optimizer_of(self.net)
 
-    def train(self, positions: Sequence[int]) -> None:
+    def train(self, epoch: int, positions: Sequence[int]) -> None:
+        freeze(self.net, self._is_frozen and epoch == 0)
         at = torch.tensor(positions)
         self._optimizer.zero_grad()
         loss_of(self.net, X[at], Y[at]).backward()
@@ -108,10 +115,12 @@ def _kept(hub: Hub, rank: int) -> Committed:
 class _Rank:
     """One rank's entries under windows, done again from window to window."""
 
-    def __init__(self, entries: Sequence[Entry], steps: Committed) -> None:
-        self._device = Device()
-        for _, positions in steps:
-            self._device.train(positions)
+    def __init__(
+        self, entries: Sequence[Entry], steps: Committed, is_frozen: bool
+    ) -> None:
+        self._device = Device(is_frozen)
+        for epoch, positions in steps:
+            self._device.train(epoch, positions)
         # A window without work is closed at an epoch's end, and again in the next one.
         last = {n: at for at, (kind, n, _) in enumerate(entries) if kind == CLOSED}
         self._entries: Iterator[Entry] = iter(
@@ -131,7 +140,7 @@ class _Rank:
         self.batches = []
         for kind, number, positions in self._entries:
             if kind == TRAINED:
-                self._device.train(positions)
+                self._device.train(number, positions)
                 self.batches.append((number, positions))
             elif kind == REDUCED and number in self._offered:
                 # What was trained since the window was closed is kept.
@@ -144,10 +153,10 @@ class _Rank:
         return flat(self._device.net) - self._base
 
 
-def replay(hub: Hub) -> tuple[torch.Tensor, Committed]:
+def replay(hub: Hub, *, is_frozen: bool = False) -> tuple[torch.Tensor, Committed]:
     """Steps, if any, then windows: each one's mean drift moves the common model."""
     committed = _steps(hub)
-    ranks = [_Rank(entries, committed) for entries in hub.entries]
+    ranks = [_Rank(entries, committed, is_frozen) for entries in hub.entries]
     closed = {n for es in hub.entries for kind, n, _ in es if kind == CLOSED}
     common = ranks[0].start
     commons: dict[int, torch.Tensor] = {}

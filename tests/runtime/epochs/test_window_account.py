@@ -125,6 +125,34 @@ def test_leases_that_went_back_are_no_work(monkeypatch: pytest.MonkeyPatch) -> N
     assert feed.when_empty
 
 
+def test_what_the_device_computes_after_a_window_counts_in_one_batch_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shell, _, epoch = epoch_of(Blocking())
+    rest = iter([8.0, 0.0])  # in which the device drains
+    monkeypatch.setattr(window_epoch, "time", Clock())
+    monkeypatch.setattr(shell, "pace_device", lambda *at: next(rest) if at else 0.0)
+
+    def sends(*events: object) -> None:
+        shell.sent.extend(cast(Any, events))
+        if any(isinstance(e, WindowClosed) for e in events):
+            shell.inbox.append(reduction())
+        if any(isinstance(e, ModelUpdated) for e in events):
+            shell.inbox.extend([open_window(1, None), grant(1), grant(2)])
+
+    monkeypatch.setattr(shell, "send", sends)
+    shell.inbox.extend([open_window(0, None), grant(0)])
+    batches = epoch.batches()
+    next(batches)
+    shell.inbox.append(CloseWindow(rank=0, epoch=0, window=0, drain=False))
+    for _ in range(2):
+        next(batches)
+    shell.inbox.append(end())
+    list(batches)
+    busy_s = [e.busy_s for e in shell.sent if isinstance(e, BatchesDone)]
+    assert busy_s == pytest.approx([0.0, 8.0, 0.0], abs=0.1)
+
+
 def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

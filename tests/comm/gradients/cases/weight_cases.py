@@ -21,9 +21,12 @@ State = dict[str, torch.Tensor]
 
 
 class Padded(Dataset[Any]):
-    """Sequences of 1 to 12 tokens; every seventh, and those from 8 to 11, of none."""
+    """Sequences of 1 to 12 tokens; every seventh, and those from 8 to 11, of none.
 
-    def __init__(self, samples: int) -> None:
+    All are of 12 where nothing is padded.
+    """
+
+    def __init__(self, samples: int, *, is_padded: bool = True) -> None:
         generator = torch.Generator().manual_seed(5)
         self.words = torch.randint(WORDS, (samples, LENGTH), generator=generator)
         self.labels = torch.randint(WORDS, (samples, LENGTH), generator=generator)
@@ -31,6 +34,7 @@ class Padded(Dataset[Any]):
             tokens = int(torch.randint(1, LENGTH + 1, (), generator=generator))
             if index % 7 == 6 or index in range(8, 12):
                 tokens = 0
+            tokens = tokens if is_padded else LENGTH
             self.labels[index, tokens:] = IGNORED
 
     def __len__(self) -> int:
@@ -84,7 +88,10 @@ LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, how its loss is reduced, backward passes per optimizer step."""
+    """What to train, how its loss is reduced, backward passes per optimizer step.
+
+    Batches that are not padded weigh their samples.
+    """
 
     samples: int = 100
     batch_size: int = 16
@@ -93,6 +100,7 @@ class Job:
     passes: int = 1
     model: str = "plain"
     shuffle: bool = True
+    is_padded: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,13 +128,17 @@ def on_ranks(job: Job) -> Ended:
         model,
         optimizer,
         loader,
-        weight_of=tokens_of,
+        weight_of=tokens_of if job.is_padded else None,
         loss_reduction=job.loss,
         **nested(job.options),
     )
     for _ in range(job.epochs):
         for number, batch in enumerate(loader):
             LOSSES[job.loss](model, batch).backward()
+            # What a user asks for beside the step is not reduced, and not scaled.
+            weight = model[0].weight
+            (penalty,) = torch.autograd.grad(weight.square().sum(), [weight])
+            assert torch.equal(penalty, 2 * weight)
             elche.log_scalar("label", _mean_label(batch))
             if number % job.passes == job.passes - 1:
                 optimizer.step()
@@ -160,7 +172,7 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     rate = 0.5 if job.loss == "mean" else 0.5 / 100
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     order = torch.Generator().manual_seed(11)
-    data, size = Padded(job.samples), job.batch_size
+    data, size = Padded(job.samples, is_padded=job.is_padded), job.batch_size
     loader = DataLoader(data, size, shuffle=job.shuffle, generator=order)
     return model, optimizer, loader
 

@@ -6,6 +6,10 @@ a small message. The sum is then multiplied by T / N, where N is the true total;
 step is skipped if N equals T. In the first pass, and for float16, where T / N could
 overflow, ranks wait for N first.
 
+In shared memory a few messages serve all buckets in turn, each as large as its largest
+bucket. Before a rank overwrites one, it waits until all ranks have read it, so a rank
+is at most that many buckets ahead of the slowest one.
+
 All futures are completed inside the hook of the last bucket, so only the computing
 thread waits, with a deadline.
 """
@@ -34,6 +38,8 @@ from elche.errors import MismatchError
 
 Reduced = torch.futures.Future[torch.Tensor]
 UserHook = Callable[[Any, dist.GradBucket], Reduced]
+MESSAGES = 4
+"""Messages in shared memory: with the default capacity, a quarter of the model."""
 FACTS = 3
 """Count of numbers per rank: weight, buffers written (0 or 1), buffer layout."""
 AGREEING = "agreeing on weights"
@@ -162,7 +168,7 @@ class WeightedReduction:
         self._has_float16 = has_float16
         self._overlaps = overlaps
         self._control: Exchange | None = None
-        self._exchanges: dict[int, tuple[tuple[int, torch.dtype], Exchange]] = {}
+        self._exchanges: dict[tuple[int, torch.dtype], tuple[int, Exchange]] = {}
         self._complete: list[tuple[dist.GradBucket, Reduced]] = []
         self._sent: deque[_Message] = deque()
         self._is_local = False
@@ -260,11 +266,13 @@ class WeightedReduction:
         buffer = bucket.buffer()
         flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         exchange = self._exchange(bucket.index(), flat)
+        while any(each.exchange is exchange for each in self._sent):
+            self._collect(self._sent.popleft())
         if isinstance(exchange, GlooExchange) and not self._group.is_mixed:
             exchange.renew(0, lambda: flat)  # summed in place
         else:
             exchange.reclaim(REDUCING)
-        message = exchange.contribution(0)
+        message = exchange.contribution(0)[: flat.numel()]
         if self._scale == 0.0:
             message.zero_()  # not 0 times a value that may be infinite
         elif message.device == flat.device:
@@ -275,16 +283,17 @@ class WeightedReduction:
         return _Message(exchange, flat, buffer, future)
 
     def _exchange(self, index: int, flat: torch.Tensor) -> Exchange:
-        """Returns a bucket's exchange; a collective call if its size is new."""
-        kind = flat.numel(), flat.dtype
-        known = self._exchanges.get(index)
-        if known is None or known[0] != kind:
+        """Returns a bucket's exchange; a collective call if it needs a new one."""
+        numel, is_shared = flat.numel(), self._group.shares_host
+        place = index % MESSAGES if is_shared else index, flat.dtype
+        size, exchange = self._exchanges.get(place, (-1, None))
+        if exchange is None or size < numel or (size > numel and not is_shared):
+            while self._sent:  # one of them may be in the memory that is replaced
+                self._collect(self._sent.popleft())
             where = torch.device("cpu") if self._group.is_mixed else flat.device
-            known = self._exchanges[index] = (
-                kind,
-                open_exchange(self._group, *kind, where),
-            )
-        return known[1]
+            exchange = open_exchange(self._group, numel, flat.dtype, where)
+            self._exchanges[place] = numel, exchange
+        return exchange
 
     def _is_there(self, message: _Message) -> bool:
         """True if the bucket's sum can be collected without waiting."""

@@ -190,7 +190,9 @@ def test_windows_end_at_the_weighted_mean(
             known.step(name, [each[name] for each in sent], weights)
             assert not torch.equal(known.base[name], base)
             value = got[0][name]
-            near = TOLERANCE if value.dtype == torch.float64 else 1e-6
+            # The momentum of float32 is bfloat16.
+            single = 1e-6 if known.outer == "average" else 2e-3
+            near = TOLERANCE if value.dtype == torch.float64 else single
             torch.testing.assert_close(
                 value.double(), known.base[name], rtol=near, atol=near
             )

@@ -6,8 +6,9 @@ The sums are out of place: parameters, buffers and θ_k stay untouched until all
 have arrived. So a failed reduction can be repeated (:meth:`Averager.connect`) or
 replaced by another rank's result.
 
-Cost: two model copies (θ_k and the message), one more for an outer momentum; for CUDA
-parameters, one more on the host and one on the device.
+Cost: two model copies (θ_k and the message), half a one more for an outer momentum
+(bfloat16; one for float64); for CUDA parameters, one more on the host and one on the
+device.
 """
 
 from __future__ import annotations

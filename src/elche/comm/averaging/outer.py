@@ -57,18 +57,22 @@ class OuterOptimizer:
         base: flat common parameters, updated in place by the steps.
 
     Attributes:
+        dtype: dtype of the momentum: bfloat16 for a float32 base, else the base's.
         momentum: flat momentum; None before the first step that uses one.
     """
 
     def __init__(self, base: torch.Tensor) -> None:
         self._base = base
+        is_single = base.dtype is torch.float32
+        self.dtype = torch.bfloat16 if is_single else base.dtype
         self.momentum: torch.Tensor | None = None
 
     def load_momentum(self, momentum: torch.Tensor | None) -> None:
         """Loads a copy of a saved momentum; None resets it."""
         self.momentum = None
         if momentum is not None:
-            self.momentum = torch.empty_like(self._base).copy_(momentum)
+            self.momentum = torch.empty_like(self._base, dtype=self.dtype)
+            self.momentum.copy_(momentum)
 
     def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
         """Moves one part of the base from θ_k to θ_{k+1}, in place.
@@ -84,9 +88,11 @@ class OuterOptimizer:
             mean_drift.mul_(rule.part)
         if rule.kind != "average":
             if self.momentum is None:
-                self.momentum = torch.zeros_like(self._base)
-            momentum = self.momentum[start:stop]
+                self.momentum = torch.zeros_like(self._base, dtype=self.dtype)
+            kept = self.momentum[start:stop]
+            momentum = kept.to(mean_drift.dtype)
             torch.add(mean_drift, momentum, alpha=rule.momentum, out=momentum)
+            kept.copy_(momentum)
             if rule.kind == "slowmo":
                 mean_drift.copy_(momentum)
             else:

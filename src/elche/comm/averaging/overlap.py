@@ -12,7 +12,7 @@ Streaming DiLoCo, arXiv:2501.18512, also hide the outer reduction; they replace 
 parameters instead of adding a correction.)
 
 Cost: three model copies (θ_k, drift and message; in shared memory, θ_k and two messages
-that also hold the drift, unless it is weighted), one more for an outer momentum.
+that also hold the drift, unless it is weighted), half a one more for an outer momentum.
 Optimizer state stays local, or is reset when a mean is adopted.
 
 A message in shared memory has two sides. A rank overwrites message k with message k + 2

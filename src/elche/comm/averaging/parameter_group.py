@@ -145,8 +145,9 @@ class ParameterGroup(ParameterMemory):
         if rule.kind == "average":
             return base, None
         momentum = None if lacks else self._outer.momentum
-        momentum = torch.empty_like(base) if momentum is None else momentum
-        group.broadcast(momentum, WHAT, source)
+        if momentum is None:
+            momentum = torch.empty_like(base, dtype=self._outer.dtype)
+        group.broadcast(momentum.view(torch.uint8), WHAT, source)
         return base, momentum
 
     def adopt_result(

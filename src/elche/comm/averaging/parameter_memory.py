@@ -62,14 +62,15 @@ class ParameterMemory:
     @property
     def host_bytes(self) -> int:
         """Host memory (bytes): θ_k, messages, momentum, kept drift, scratch, codec."""
-        copies = 1 + self.exchange.sides + self._has_momentum + self._layout.is_staged
+        copies = 1 + self.exchange.sides + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
             copies += not self._drift_is_sent
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._carried is None else self._carried.numel()
-        held = numel * self._base_memory.element_size()
-        return held + self.exchange.extra_bytes
+        held = numel * self._base_memory.element_size() + self.exchange.extra_bytes
+        momentum = self._layout.numel * self._outer.dtype.itemsize
+        return held + self._has_momentum * momentum
 
     @property
     def _drift_is_sent(self) -> bool:

@@ -6,9 +6,8 @@ a small message. The sum is then multiplied by T / N, where N is the true total;
 step is skipped if N equals T. In the first pass, and for float16, where T / N could
 overflow, ranks wait for N first.
 
-In shared memory a few messages serve all buckets in turn, each as large as its largest
-bucket. Before a rank overwrites one, it waits until all ranks have read it, so a rank
-is at most that many buckets ahead of the slowest one.
+In shared memory a few messages serve all buckets in turn. A rank waits until all ranks
+have read a message before it overwrites it.
 
 All futures are completed inside the hook of the last bucket, so only the computing
 thread waits, with a deadline.
@@ -263,13 +262,18 @@ class WeightedReduction:
         return self._factor
 
     def _send(self, bucket: dist.GradBucket, future: Reduced) -> _Message:
-        buffer = bucket.buffer()
+        """Sends a bucket; a collective call if it needs a new exchange."""
+        buffer, index = bucket.buffer(), bucket.index()
         flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-        exchange = self._exchange(bucket.index(), flat)
+        place = index % MESSAGES if self._group.shares_host else index, flat.dtype
+        size, exchange = self._exchanges.get(place, (-1, None))
+        if exchange is None or size < flat.numel():
+            exchange = open_exchange(self._group, flat.numel(), flat.dtype, flat.device)
+            self._exchanges[place] = flat.numel(), exchange
         while any(each.exchange is exchange for each in self._sent):
             self._collect(self._sent.popleft())
-        if isinstance(exchange, GlooExchange) and not self._group.is_mixed:
-            exchange.renew(0, lambda: flat)  # summed in place
+        if isinstance(exchange, GlooExchange):  # summed in place, on a common device
+            exchange.renew(0, lambda: flat.cpu() if self._group.is_mixed else flat)
         else:
             exchange.reclaim(REDUCING)
         message = exchange.contribution(0)[: flat.numel()]
@@ -281,19 +285,6 @@ class WeightedReduction:
             message.copy_(flat).mul_(self._scale)
         exchange.begin(0)
         return _Message(exchange, flat, buffer, future)
-
-    def _exchange(self, index: int, flat: torch.Tensor) -> Exchange:
-        """Returns a bucket's exchange; a collective call if it needs a new one."""
-        numel, is_shared = flat.numel(), self._group.shares_host
-        place = index % MESSAGES if is_shared else index, flat.dtype
-        size, exchange = self._exchanges.get(place, (-1, None))
-        if exchange is None or size < numel or (size > numel and not is_shared):
-            while self._sent:  # one of them may be in the memory that is replaced
-                self._collect(self._sent.popleft())
-            where = torch.device("cpu") if self._group.is_mixed else flat.device
-            exchange = open_exchange(self._group, numel, flat.dtype, where)
-            self._exchanges[place] = numel, exchange
-        return exchange
 
     def _is_there(self, message: _Message) -> bool:
         """True if the bucket's sum can be collected without waiting."""

@@ -6,9 +6,8 @@ The sums are out of place: parameters, buffers and θ_k stay untouched until all
 have arrived. So a failed reduction can be repeated (:meth:`Averager.connect`) or
 replaced by another rank's result.
 
-Cost: two model copies (θ_k and the message), half a one more for an outer momentum
-(bfloat16; one for float64); for CUDA parameters, one more on the host and one on the
-device.
+Cost: two model copies (θ_k, message), half of one for an outer momentum; for CUDA
+parameters, one more on the host and one on the device.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Averager:
     @property
     def extra_bytes(self) -> int:
         """Host memory (bytes) in addition to the model, including outer momentum."""
-        return sum(group.host_bytes for group in self._groups)
+        return sum(each.host_bytes(self._has_momentum) for each in self._groups)
 
     @property
     def is_finite(self) -> bool:
@@ -86,9 +85,7 @@ class Averager:
     def build(self) -> None:
         """Lays out messages and takes the parameters as common; a collective call."""
         self._groups = ParameterGroup.by_dtype(
-            self._parameters,
-            is_overlapped=self.is_overlapped,
-            has_momentum=self._has_momentum,
+            self._parameters, is_overlapped=self.is_overlapped
         )
         self._buffers.agree()
         self.connect(self._group)
@@ -172,6 +169,7 @@ class Averager:
         Raises:
             ConfigError: a parameter's dtype or size has changed since :meth:`build`.
         """
+        self._expect_rest("rebase")
         for group in self._groups:
             if group.becomes_another():
                 changed = group.changed()
@@ -182,6 +180,9 @@ class Averager:
                 )
             group.rebase()
         self._buffers.rebase()
+
+    def _expect_rest(self, call: str) -> None:
+        """Refuses a call during a reduction, which only an overlapped one may be."""
 
     def _refuse_changed(self) -> None:
         """Refuses parameters that no longer fit their layout.
@@ -222,6 +223,7 @@ class Averager:
         Raises:
             ProtocolError: this rank's parameters are not the common ones.
         """
+        self._expect_rest("state_dict")
         if self.has_moved:
             raise ProtocolError(
                 "the parameters have changed since the last synchronisation; call "
@@ -246,6 +248,7 @@ class Averager:
                 in common state; no rank has changed.
             ProtocolError: a reduction is in progress.
         """
+        self._expect_rest("load_state_dict")
         layouts = [group.layout for group in self._groups]
         state = blank(layouts) if state is None else state
         problem = misfit_of(state, layouts)

@@ -32,22 +32,14 @@ class ParameterGroup(ParameterMemory):
 
     @staticmethod
     def by_dtype(
-        parameters: Sequence[nn.Parameter],
-        *,
-        is_overlapped: bool,
-        has_momentum: bool = True,
+        parameters: Sequence[nn.Parameter], *, is_overlapped: bool
     ) -> list[ParameterGroup]:
         """Makes a group per wire dtype, in the order in which dtypes appear."""
         members: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
         return [
-            ParameterGroup(
-                each,
-                dtype,
-                is_overlapped=is_overlapped,
-                has_momentum=has_momentum,
-            )
+            ParameterGroup(each, dtype, is_overlapped=is_overlapped)
             for dtype, each in members.items()
         ]
 
@@ -112,7 +104,8 @@ class ParameterGroup(ParameterMemory):
         for index in range(len(self._layout.segments)):
             self._step(index, scale, rule, consensus)
             self._layout.write(index, self._base)
-        self._release_sum()
+        self.exchange.release()
+        self._message_counts()
         self._layout.flush(self._base)
 
     def correct(self, rule: OuterStep, consensus: ConsensusSums) -> None:
@@ -126,7 +119,8 @@ class ParameterGroup(ParameterMemory):
             step = self._step(index, scale, rule, consensus)
             torch.sub(drift, step, alpha=rule.lr, out=added.parts[index])
             self._layout.add(index, added)
-        self._release_sum()
+        self.exchange.release()
+        self._message_counts()
         self._layout.flush_sum(added)
 
     def receive(
@@ -178,11 +172,6 @@ class ParameterGroup(ParameterMemory):
             self._layout.flush_sum(added)
         else:
             self._layout.flush(self._base)
-
-    def _release_sum(self) -> None:
-        """Releases the sum after it has been applied."""
-        self.exchange.release()
-        self._message_counts()
 
     def _scale(self) -> float:
         """Returns the factor from sum to mean: one over the sum of weights."""

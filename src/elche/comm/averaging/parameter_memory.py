@@ -33,7 +33,6 @@ class ParameterMemory:
         parameters: parameters, each once.
         dtype: dtype of the flat memory.
         is_overlapped: True to keep the drift, so that training can continue meanwhile.
-        has_momentum: True if the outer optimizer will have a momentum.
     """
 
     _drift: FlatImage
@@ -44,9 +43,7 @@ class ParameterMemory:
         dtype: torch.dtype,
         *,
         is_overlapped: bool,
-        has_momentum: bool = True,
     ) -> None:
-        self._has_momentum = has_momentum
         self._layout = FlatLayout(parameters, dtype)
         self._is_overlapped = is_overlapped
         self._base_memory = self._layout.image().flat
@@ -59,23 +56,16 @@ class ParameterMemory:
         self._is_begun = False
         self._lay_out()
 
-    @property
-    def host_bytes(self) -> int:
+    def host_bytes(self, with_momentum: bool) -> int:
         """Host memory (bytes): θ_k, messages, momentum, kept drift, scratch, codec."""
         copies = 1 + self.exchange.sides + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
-            copies += not self._drift_is_sent
+            copies += not (self.exchange.keeps_contribution and self._weight in (0, 1))
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._carried is None else self._carried.numel()
         held = numel * self._base_memory.element_size() + self.exchange.extra_bytes
-        momentum = self._layout.numel * self._outer.dtype.itemsize
-        return held + self._has_momentum * momentum
-
-    @property
-    def _drift_is_sent(self) -> bool:
-        """True if the drift needs no memory in addition to its message."""
-        return self.exchange.keeps_contribution and self._weight in (0, 1)
+        return held + with_momentum * self._layout.numel * self._outer.dtype.itemsize
 
     @property
     def exchange(self) -> Exchange:

@@ -5,11 +5,7 @@ calls :meth:`Exchange.begin`, and gets the sum from :meth:`Exchange.finish`. Or 
 with :meth:`Exchange.poll` and reads the sum in cache-sized parts
 (:meth:`Exchange.wait`, then :meth:`Exchange.sum_into`). In shared memory, contribution
 and sum are separate, and ranks sum in rank order, so all get the same bits.
-
-gloo's loopback sockets cost ranks of one host twice: system calls that take cores from
-the model's computation, and wake-ups (measured on two cores: nine messages of 1.05 MB
-took 9 to 25 ms; `docs/decisions.md`, "Shared memory"). In shared memory, a message is
-readable as soon as it is written.
+Shared memory costs less than gloo's sockets (`docs/decisions.md`, "Shared memory").
 """
 
 from __future__ import annotations
@@ -52,9 +48,9 @@ class Exchange(ABC):
     def contribution(self, side: int) -> torch.Tensor:
         """Returns this rank's flat message, to be filled."""
 
-    @abstractmethod
     def result(self, side: int) -> torch.Tensor:
         """Returns the flat sum, valid after :meth:`finish`."""
+        return self.contribution(side)
 
     @abstractmethod
     def begin(self, side: int) -> None:
@@ -81,9 +77,9 @@ class Exchange(ABC):
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Writes the sum of these elements to flat ``out``; call after :meth:`wait`."""
 
-    @abstractmethod
     def release(self) -> None:
         """Releases this side for overwriting; call after the last :meth:`sum_into`."""
+        return
 
     def reclaim(self, what: str) -> None:
         """Waits until all ranks have read the last sum.
@@ -142,10 +138,6 @@ class GlooExchange(Exchange):
     def contribution(self, side: int) -> torch.Tensor:
         return self._tensors[side]
 
-    def result(self, side: int) -> torch.Tensor:
-        """Returns the contribution's memory, which holds the sum."""
-        return self._tensors[side]
-
     def renew(self, side: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Allocates this side's next message by ``make``, after releasing the last."""
         self._tensors[side] = self._tensors[side].new_empty(0)
@@ -170,9 +162,6 @@ class GlooExchange(Exchange):
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
         out.copy_(self._tensors[self._side][start:stop])
-
-    def release(self) -> None:
-        """Does nothing: this memory is private to the rank."""
 
     @property
     @override

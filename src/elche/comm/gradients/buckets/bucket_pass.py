@@ -5,10 +5,10 @@ at first, then as observed in the first backward). They are reduced as soon as t
 full, so that all but the last overlap with backward. Incomplete buckets (a parameter
 without a gradient) are sent at the end of backward, so no rank waits for them.
 
-Reductions are out of place. A rank's contributions stay untouched until all ranks have
-all sums; its gradients stay until every bucket has arrived, unless the contribution
-holds them: a large one is dropped once sent, and restored if the pass is repeated. If a sum is formed in the
-contribution's memory, the rank's own gradients are kept until the first sum of the next
+Reductions are out of place. A rank's contributions stay until all ranks have all sums.
+Its gradients stay until every bucket has arrived, except for large ones that the
+contribution holds: they are dropped, and restored if the pass is repeated. If a sum is
+formed in the contribution's memory, the gradients stay until the first sum of the next
 pass: every rank contributes to that only after it has all sums of this pass. Each
 pass's sums lie in newly lent memory, so a view of an old sum stays readable meanwhile.
 """

@@ -136,13 +136,12 @@ class BucketQueue:
         The first sum of this pass implies that all ranks have the last pass's sums, so
         the gradients that those replaced are released.
         """
-        buckets = self.buckets
+        buckets, given = self.buckets, self._reduced.is_given
         while self.sent < len(buckets) and not buckets[self.sent].pending:
             bucket = buckets[self.sent]
             bucket.send(self.side, scale)
             self.sent += 1
             if first is not None and scale and self.sent < len(buckets):
-                given = self._reduced.is_given
                 bucket.drop_sent(self.side, lambda p: p is first or given(p))
         while self.summed < self.sent and buckets[self.summed].exchange.has_sum:
             buckets[self.summed].finish(self.side)

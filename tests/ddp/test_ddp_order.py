@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from elche.comm.transport.shared_memory import may_share_memory
+from elche.ddp.reduction import MESSAGES
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.devices import streams
 from elche.errors import ConfigError
@@ -75,6 +78,34 @@ def test_the_transport_is_what_was_asked_for(ranks2: RankPool) -> None:
     for transport, known in (("auto", shared), ("gloo", "GlooExchange")):
         found = ranks2.run(_carriers, transport, case_setup=meeting)
         assert found == [{known}] * 2
+
+
+def _gradients(scales: tuple[float, ...], wrap: Any) -> tuple[Any, list[float]]:
+    """A deep model's wrapper, and its gradients after three passes."""
+    torch.manual_seed(3)
+    sizes = (FEATURES, 3, 7, 2, 9, 4, 6, 5)
+    layers = [nn.Linear(*each) for each in itertools.pairwise(sizes)]
+    wrapped = wrap(nn.Sequential(*layers).double())
+    for number in range(3):
+        wrapped.zero_grad()
+        x = torch.arange(4.0 * FEATURES).view(4, FEATURES).sin().double() + number
+        wrapped(torch.cat([scale * x for scale in scales])).square().mean().backward()
+    return wrapped, [float(p.grad.sum()) for p in wrapped.parameters()]
+
+
+def _deep() -> tuple[int, list[float]]:
+    with torch_world():
+        wrap = partial(DistributedDataParallel, bucket_cap_mb=1e-5)
+        ddp, found = _gradients((1.0 + this_place().rank,), wrap)
+        return len(ddp._reduction._exchanges), found
+
+
+@pytest.mark.skipif(not may_share_memory(), reason="gloo sums buckets in place")
+def test_more_buckets_than_messages_are_summed(ranks2: RankPool) -> None:
+    _, known = _gradients((1.0, 2.0), lambda model: model)
+    for messages, gradients in ranks2.run(_deep, case_setup=meeting):
+        assert messages == MESSAGES
+        assert gradients == pytest.approx(known, rel=1e-12)
 
 
 def _weightless() -> Any:

@@ -18,16 +18,14 @@ def test_every_figure_is_shown_with_a_date_and_has_code() -> None:
         assert all(Path("src/elche", each).is_dir() for each in figure.folders), name
 
 
-@pytest.mark.parametrize(("later", "word"), [("", "new"), ("abc", "old")])
 def test_a_figure_is_old_once_its_code_has_a_later_commit(
-    monkeypatch: pytest.MonkeyPatch, later: str, word: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = {"ab12..": later}
-    monkeypatch.setattr(
-        figures, "git", lambda *words: known.get(words[3], "2026-11-29 abc")
-    )
-    record = {"date": "2026-11-29", "commit": "ab12-dirty"}
-    assert f"  {word}  " in figures.age(Figure("nowhere"), record)
+    known, code = {"ab12..": "", "cd34..": "abc"}, "2026-11-29 abc"
+    monkeypatch.setattr(figures, "git", lambda *words: known.get(words[3], code))
+    for commit, word in (("ab12-dirty", "new"), ("cd34", "old")):
+        record = {"date": "2026-11-29", "commit": commit}
+        assert f"  {word}  " in figures.age(Figure("nowhere"), record)
     assert "  old  " in figures.age(Figure("nowhere"), {})
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
 from typing import Any
 
 import pytest
@@ -80,29 +78,27 @@ def test_the_transport_is_what_was_asked_for(ranks2: RankPool) -> None:
         assert found == [{known}] * 2
 
 
-def _gradients(scales: tuple[float, ...], wrap: Any) -> tuple[Any, list[float]]:
-    """A deep model's wrapper, and its gradients after three passes."""
+def _deep(*scales: float) -> tuple[int, list[float]]:
+    """Messages of a wrapper, and gradients; in one process if scaled."""
     torch.manual_seed(3)
-    sizes = (FEATURES, 3, 7, 2, 9, 4, 6, 5)
-    layers = [nn.Linear(*each) for each in itertools.pairwise(sizes)]
-    wrapped = wrap(nn.Sequential(*layers).double())
-    for number in range(3):
-        wrapped.zero_grad()
-        x = torch.arange(4.0 * FEATURES).view(4, FEATURES).sin().double() + number
-        wrapped(torch.cat([scale * x for scale in scales])).square().mean().backward()
-    return wrapped, [float(p.grad.sum()) for p in wrapped.parameters()]
-
-
-def _deep() -> tuple[int, list[float]]:
+    layers = [nn.Linear(FEATURES, FEATURES) for _ in range(7)]
+    x = torch.arange(4.0 * FEATURES).view(4, FEATURES).sin().double()
+    model: Any = nn.Sequential(*layers).double()
+    if scales:
+        model(torch.cat([scale * x for scale in scales])).square().mean().backward()
+        return 0, [float(p.grad.sum()) for p in model.parameters()]
     with torch_world():
-        wrap = partial(DistributedDataParallel, bucket_cap_mb=1e-5)
-        ddp, found = _gradients((1.0 + this_place().rank,), wrap)
-        return len(ddp._reduction._exchanges), found
+        model = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        for _ in range(3):
+            model.zero_grad()
+            model((1.0 + this_place().rank) * x).square().mean().backward()
+        found = [float(p.grad.sum()) for p in model.parameters()]
+        return len(model._reduction._exchanges), found
 
 
 @pytest.mark.skipif(not may_share_memory(), reason="gloo sums buckets in place")
 def test_more_buckets_than_messages_are_summed(ranks2: RankPool) -> None:
-    _, known = _gradients((1.0, 2.0), lambda model: model)
+    _, known = _deep(1.0, 2.0)
     for messages, gradients in ranks2.run(_deep, case_setup=meeting):
         assert messages == MESSAGES
         assert gradients == pytest.approx(known, rel=1e-12)

@@ -6,9 +6,6 @@ a small message. The sum is then multiplied by T / N, where N is the true total;
 step is skipped if N equals T. In the first pass, and for float16, where T / N could
 overflow, ranks wait for N first.
 
-In shared memory a few messages serve all buckets in turn. A rank waits until all ranks
-have read a message before it overwrites it.
-
 All futures are completed inside the hook of the last bucket, so only the computing
 thread waits, with a deadline.
 """
@@ -38,7 +35,7 @@ from elche.errors import MismatchError
 Reduced = torch.futures.Future[torch.Tensor]
 UserHook = Callable[[Any, dist.GradBucket], Reduced]
 MESSAGES = 4
-"""Messages in shared memory: with the default capacity, a quarter of the model."""
+"""Messages in shared memory, used in turn; by default a quarter of the model."""
 FACTS = 3
 """Count of numbers per rank: weight, buffers written (0 or 1), buffer layout."""
 AGREEING = "agreeing on weights"
@@ -262,10 +259,13 @@ class WeightedReduction:
         return self._factor
 
     def _send(self, bucket: dist.GradBucket, future: Reduced) -> _Message:
-        """Sends a bucket; a collective call if it needs a new exchange."""
         buffer, index = bucket.buffer(), bucket.index()
         flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-        place = index % MESSAGES if self._group.shares_host else index, flat.dtype
+        at = index % MESSAGES if self._group.shares_host else index
+        is_whole = index == 0 and bucket.is_last()  # until torch rebuilds its buckets
+        place = -1 if is_whole else at, flat.dtype
+        if not is_whole:
+            self._exchanges.pop((-1, flat.dtype), None)
         size, exchange = self._exchanges.get(place, (-1, None))
         if exchange is None or size < flat.numel():
             exchange = open_exchange(self._group, flat.numel(), flat.dtype, flat.device)

@@ -94,7 +94,7 @@ def age(figure: Figure, record: dict[str, Any]) -> str:
     code = git("log", "-1", "--format=%cs %h", "--", *folders)
     shown, measured = figure.date(), record.get("date", "")
     is_old = max(shown, measured) < code[:10]
-    if measured > shown:
+    if record and measured >= shown:
         since = f"{record['commit'].removesuffix('-dirty')}.."
         is_old = bool(git("log", "-1", "--format=%h", since, "--", *folders))
     return f"{max(shown, measured)}  {'old' if is_old else 'new'}  code of {code}"

@@ -34,7 +34,7 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-full test-tenth test-integrations test-ray test-ray-full \
-	test-device test-wheel test-floor fuzz lint types docs bench format clean
+	test-device test-wheel test-floor fuzz lint types docs figures format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -110,8 +110,9 @@ types: $(STAMP) ## mypy, strict
 docs: $(DOCS_STAMP) ## the user documents as a site, to build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
-bench: $(STAMP) ## the benchmark on unequal emulated devices, to bench.json
-	$(BIN)/python -m benchmarks.hetero --speeds 1,0.25 --json bench.json
+# ONLY=memory,ddp measures these; LIST=1 measures nothing and prints their age.
+figures: $(STAMP) ## measure all figures of README and docs/benchmarks.md (hours)
+	$(BIN)/python -m benchmarks.figures $(if $(LIST),--list) $(if $(ONLY),--only $(ONLY))
 
 format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix-only .

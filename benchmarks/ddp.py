@@ -1,6 +1,6 @@
 """Equal ranks: elche's DistributedDataParallel against torch's on gloo, in pairs.
 
-    python -m benchmarks.ddp --pairs 10 --json ddp.json
+    python -m benchmarks.ddp --pairs 10
     python -m benchmarks.ddp --pairs 10 --transport gloo
 
 Both train the same models on the same ranks of one machine, in turn: a pair is one
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from torch import multiprocessing, nn
 
 from benchmarks.hetero.workloads import build_workload
 from benchmarks.paired import paired_interval
-from benchmarks.record import write_record
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.demo.workload import Batch, Workload
 from elche.runtime.emulation import EmulationConfig, emulate
@@ -155,10 +154,9 @@ def rank_main(rank: int, job: Job) -> None:
     dist.destroy_process_group()
 
 
-def report(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Prints the table; its figures."""
+def report(found: dict[str, list[dict[str, float]]]) -> None:
+    """Prints the table."""
     print(f"{'model':6} {'torch ms':>9} {'elche ms':>9} {'ratio':>7}  95 % interval")
-    figures = {}
     for name, pairs in found.items():
         steps_ms = {
             each: 1e3 * statistics.median(pair[each] for pair in pairs)
@@ -167,21 +165,13 @@ def report(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, floa
         torch_log, elche_log = (
             [math.log(pair[each]) for pair in pairs] for each in CONTENDERS
         )
-        row = {"torch_ms": steps_ms["torch"], "elche_ms": steps_ms["elche"]}
-        row["ratio"] = math.exp(
-            statistics.fmean(torch_log) - statistics.fmean(elche_log)
-        )
+        ratio = math.exp(statistics.fmean(torch_log) - statistics.fmean(elche_log))
         shown = "one pair"
         if len(pairs) > 1:
             interval = paired_interval(torch_log, elche_log)
-            row["low"], row["high"] = math.exp(interval.low), math.exp(interval.high)
-            shown = f"{row['low']:.3f} to {row['high']:.3f}"
-        print(
-            f"{name:6} {row['torch_ms']:9.2f} {row['elche_ms']:9.2f}"
-            f" {row['ratio']:7.3f}  {shown}"
-        )
-        figures[name] = row
-    return figures
+            shown = f"{math.exp(interval.low):.3f} to {math.exp(interval.high):.3f}"
+        times = f"{steps_ms['torch']:9.2f} {steps_ms['elche']:9.2f}"
+        print(f"{name:6} {times} {ratio:7.3f}  {shown}")
 
 
 def main() -> int:
@@ -196,9 +186,7 @@ def main() -> int:
     parser.add_argument("--ms-per-sample", type=float, default=1.25)
     parser.add_argument("--bucket-cap-mb", type=float, default=None)
     parser.add_argument("--transport", choices=["auto", "gloo"], default="auto")
-    parser.add_argument("--json", type=Path, default=None)
     chosen = vars(parser.parse_args())
-    json_path = chosen.pop("json")
     models = tuple(chosen.pop("models").split(","))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -208,8 +196,7 @@ def main() -> int:
             rank_main, args=(job,), nprocs=job.ranks, start_method="spawn"
         )
         found = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
-    figures = report(found)
-    write_record(json_path, {"settings": asdict(job), **figures, "pairs_s": found})
+    report(found)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What `elche.setup` costs a training on one device, per step.
 
-    OMP_NUM_THREADS=1 python benchmarks/single_device.py --json single.json
+    OMP_NUM_THREADS=1 python benchmarks/single_device.py
 
 Paired passes over the same loader, with and without elche; the median of the
 differences and its 95 % interval, in processor time and in wall time. The bar is 10 µs
@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from record import write_record
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,26 +50,22 @@ def interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measures, prints a table and writes the record."""
+    """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=101)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     plain, ours = parts(), elche.setup(*parts())
     pass_s(*plain), pass_s(*ours)
     pairs = [(pass_s(*ours), pass_s(*plain)) for _ in range(args.pairs)]
-    figures = {}
     for column, name in enumerate(("processor_us", "wall_us")):
         scale = 1e6 / STEPS
         differences = [(mine[column] - their[column]) * scale for mine, their in pairs]
         step_us = statistics.median(their[column] for _, their in pairs) * scale
         median, low, high = interval(differences)
-        figures[name] = {"plain": step_us, "added": median, "low": low, "high": high}
         print(
             f"{name:13} plain step {step_us:6.1f}, added {median:5.2f} "
             f"({low:.2f} to {high:.2f})"
         )
-    write_record(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from benchmarks.features.everything import FEATURES
 from benchmarks.features.rank import MARK
 from benchmarks.features.verdict import Verdict, compare
-from benchmarks.record import write_record
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
@@ -129,7 +128,6 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--features", default=",".join(FEATURES))
     parser.add_argument("--devices", help="of two ranks, instead of emulated ones")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true", help="print the docs' table")
     asked = parser.parse_args()
     if asked.docs:
@@ -149,8 +147,6 @@ def main() -> None:
         for name, verdict in verdicts.items():
             if verdict.refused:
                 print(f"{policy} {name}: {verdict.refused}")
-    figures = {p: {n: asdict(v) for n, v in each.items()} for p, each in found.items()}
-    write_record(asked.json, figures)
     declared = (
         verdict.is_declared(FEATURES[name], policy)
         for policy, verdicts in found.items()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elche.comm.transport.shared_memory import may_share_memory
+from elche.ddp.reduction import MESSAGES
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.devices import streams
 from elche.errors import ConfigError
@@ -75,6 +76,32 @@ def test_the_transport_is_what_was_asked_for(ranks2: RankPool) -> None:
     for transport, known in (("auto", shared), ("gloo", "GlooExchange")):
         found = ranks2.run(_carriers, transport, case_setup=meeting)
         assert found == [{known}] * 2
+
+
+def _deep(*scales: float) -> tuple[int, list[float]]:
+    """Messages of a wrapper, and gradients; in one process if scaled."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(FEATURES, FEATURES) for _ in range(7)]
+    x = torch.arange(4.0 * FEATURES).view(4, FEATURES).sin().double()
+    model: Any = nn.Sequential(*layers).double()
+    if scales:
+        model(torch.cat([scale * x for scale in scales])).square().mean().backward()
+        return 0, [float(p.grad.sum()) for p in model.parameters()]
+    with torch_world():
+        model = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        for _ in range(3):
+            model.zero_grad()
+            model((1.0 + this_place().rank) * x).square().mean().backward()
+        found = [float(p.grad.sum()) for p in model.parameters()]
+        return len(model._reduction._exchanges), found
+
+
+@pytest.mark.skipif(not may_share_memory(), reason="gloo sums buckets in place")
+def test_more_buckets_than_messages_are_summed(ranks2: RankPool) -> None:
+    _, known = _deep(1.0, 2.0)
+    for messages, gradients in ranks2.run(_deep, case_setup=meeting):
+        assert messages == MESSAGES
+        assert gradients == pytest.approx(known, rel=1e-12)
 
 
 def _weightless() -> Any:

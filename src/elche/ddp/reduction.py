@@ -34,6 +34,8 @@ from elche.errors import MismatchError
 
 Reduced = torch.futures.Future[torch.Tensor]
 UserHook = Callable[[Any, dist.GradBucket], Reduced]
+MESSAGES = 4
+"""Messages in shared memory, used in turn; by default a quarter of the model."""
 FACTS = 3
 """Count of numbers per rank: weight, buffers written (0 or 1), buffer layout."""
 AGREEING = "agreeing on weights"
@@ -162,7 +164,7 @@ class WeightedReduction:
         self._has_float16 = has_float16
         self._overlaps = overlaps
         self._control: Exchange | None = None
-        self._exchanges: dict[int, tuple[tuple[int, torch.dtype], Exchange]] = {}
+        self._exchanges: dict[tuple[int, torch.dtype], tuple[int, Exchange]] = {}
         self._complete: list[tuple[dist.GradBucket, Reduced]] = []
         self._sent: deque[_Message] = deque()
         self._is_local = False
@@ -257,14 +259,24 @@ class WeightedReduction:
         return self._factor
 
     def _send(self, bucket: dist.GradBucket, future: Reduced) -> _Message:
-        buffer = bucket.buffer()
+        buffer, index = bucket.buffer(), bucket.index()
         flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-        exchange = self._exchange(bucket.index(), flat)
-        if isinstance(exchange, GlooExchange) and not self._group.is_mixed:
-            exchange.renew(0, lambda: flat)  # summed in place
+        at = index % MESSAGES if self._group.shares_host else index
+        is_whole = index == 0 and bucket.is_last()  # until torch rebuilds its buckets
+        place = -1 if is_whole else at, flat.dtype
+        if not is_whole:
+            self._exchanges.pop((-1, flat.dtype), None)
+        size, exchange = self._exchanges.get(place, (-1, None))
+        if exchange is None or size < flat.numel():
+            exchange = open_exchange(self._group, flat.numel(), flat.dtype, flat.device)
+            self._exchanges[place] = flat.numel(), exchange
+        while any(each.exchange is exchange for each in self._sent):
+            self._collect(self._sent.popleft())
+        if isinstance(exchange, GlooExchange):  # summed in place, on a common device
+            exchange.renew(0, lambda: flat.cpu() if self._group.is_mixed else flat)
         else:
             exchange.reclaim(REDUCING)
-        message = exchange.contribution(0)
+        message = exchange.contribution(0)[: flat.numel()]
         if self._scale == 0.0:
             message.zero_()  # not 0 times a value that may be infinite
         elif message.device == flat.device:
@@ -273,18 +285,6 @@ class WeightedReduction:
             message.copy_(flat).mul_(self._scale)
         exchange.begin(0)
         return _Message(exchange, flat, buffer, future)
-
-    def _exchange(self, index: int, flat: torch.Tensor) -> Exchange:
-        """Returns a bucket's exchange; a collective call if its size is new."""
-        kind = flat.numel(), flat.dtype
-        known = self._exchanges.get(index)
-        if known is None or known[0] != kind:
-            where = torch.device("cpu") if self._group.is_mixed else flat.device
-            known = self._exchanges[index] = (
-                kind,
-                open_exchange(self._group, *kind, where),
-            )
-        return known[1]
 
     def _is_there(self, message: _Message) -> bool:
         """True if the bucket's sum can be collected without waiting."""

@@ -114,6 +114,8 @@ class ByHand:
             "nesterov": drift + self.momentum * self.velocity[name],
         }[self.outer]
         self.base[name] = self.base[name] - self.lr * along
+        if name != "wide":  # momentum of float32 is kept in bfloat16
+            self.velocity[name] = self.velocity[name].bfloat16().double()
 
     def settings(self) -> dict[str, Any]:
         return {

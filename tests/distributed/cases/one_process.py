@@ -161,6 +161,8 @@ class Windows:
                 held = self.momentum[index] = momentum * self.momentum[index] + mean
                 is_slowmo = plan.outer == "slowmo"
                 step = held if is_slowmo else mean + momentum * held
+                if held.dtype is torch.float32:
+                    self.momentum[index] = held.bfloat16().float()
             self.base[index] = result.parameters[index] = base - rate * step
 
     def _average_buffers(self, result: Result, changed: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elche
+from elche.comm.gradients.buckets import bucket
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.transport.host_exchange import HostExchange
 from elche.coordination.protocol.instructions import (
@@ -174,6 +175,7 @@ def options_of(loop: Loop) -> dict[str, Any]:
 def train(loop: Loop) -> Trained:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
+    bucket.SMALL_ELEMENTS = 0  # so that gradients of a small model are dropped too
     model: Any
     model, optimizers = make(loop)
     visits: Visits = {}

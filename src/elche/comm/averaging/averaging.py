@@ -6,7 +6,7 @@ The sums are out of place: parameters, buffers and θ_k stay untouched until all
 have arrived. So a failed reduction can be repeated (:meth:`Averager.connect`) or
 replaced by another rank's result.
 
-Cost: two model copies (θ_k and the message), one more for an outer momentum; for CUDA
+Cost: two model copies (θ_k, message), half of one for an outer momentum; for CUDA
 parameters, one more on the host and one on the device.
 """
 
@@ -24,7 +24,7 @@ from elche.comm.averaging.optimizer_state import Optimizers, forget_state
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.model_buffers.window_buffers import WindowBuffers
-from elche.comm.tensors.flat import all_finite, wire_dtype
+from elche.comm.tensors.flat import all_finite
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
@@ -69,7 +69,7 @@ class Averager:
     @property
     def extra_bytes(self) -> int:
         """Host memory (bytes) in addition to the model, including outer momentum."""
-        return sum(group.host_bytes for group in self._groups)
+        return sum(each.host_bytes(self._has_momentum) for each in self._groups)
 
     @property
     def is_finite(self) -> bool:
@@ -84,18 +84,9 @@ class Averager:
     @torch.no_grad()
     def build(self) -> None:
         """Lays out messages and takes the parameters as common; a collective call."""
-        members: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters:
-            members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
-        self._groups = [
-            ParameterGroup(
-                each,
-                dtype,
-                is_overlapped=self.is_overlapped,
-                has_momentum=self._has_momentum,
-            )
-            for dtype, each in members.items()
-        ]
+        self._groups = ParameterGroup.by_dtype(
+            self._parameters, is_overlapped=self.is_overlapped
+        )
         self._buffers.agree()
         self.connect(self._group)
         self.rebase()
@@ -178,6 +169,7 @@ class Averager:
         Raises:
             ConfigError: a parameter's dtype or size has changed since :meth:`build`.
         """
+        self._expect_rest("rebase")
         for group in self._groups:
             if group.becomes_another():
                 self._refuse(
@@ -187,6 +179,9 @@ class Averager:
                 )
             group.rebase()
         self._buffers.rebase()
+
+    def _expect_rest(self, call: str) -> None:
+        """Refuses a call during a reduction, which only an overlapped one may be."""
 
     def _refuse_changed(self) -> None:
         """Refuses parameters that no longer fit their layout.
@@ -226,6 +221,7 @@ class Averager:
         Raises:
             ProtocolError: this rank's parameters are not the common ones.
         """
+        self._expect_rest("state_dict")
         if self.has_moved:
             raise ProtocolError(
                 "the parameters have changed since the last synchronisation; call "
@@ -250,6 +246,7 @@ class Averager:
                 in common state; no rank has changed.
             ProtocolError: a reduction is in progress.
         """
+        self._expect_rest("load_state_dict")
         layouts = [group.layout for group in self._groups]
         state = blank(layouts) if state is None else state
         problem = misfit_of(state, layouts)

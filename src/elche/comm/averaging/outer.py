@@ -7,11 +7,6 @@ gradient. ``average`` sets θ_{k+1} = θ_k − mean Δ (plain parameter averagin
 DiLoCo's (0.7, 0.5 instead of 0.7, 0.9), because windows are short
 (`docs/decisions.md`, "Outer step"). ``slowmo`` takes a step of heavy-ball momentum
 (SlowMo, arXiv:1910.00643): u becomes momentum × u + mean Δ, and θ_{k+1} = θ_k − lr × u.
-
-The paper divides Δ by the local learning rate, and multiplies the outer step by it
-again. With a constant rate both are equal. Under a schedule the paper rescales earlier
-drifts by the current rate over their own; we do not. This would need a rate common to
-all ranks, for little effect: momentum decays faster than schedules change.
 """
 
 from __future__ import annotations
@@ -57,18 +52,20 @@ class OuterOptimizer:
         base: flat common parameters, updated in place by the steps.
 
     Attributes:
+        dtype: dtype of the momentum: bfloat16 for a float32 base, else the base's.
         momentum: flat momentum; None before the first step that uses one.
     """
 
     def __init__(self, base: torch.Tensor) -> None:
         self._base = base
+        self.dtype = torch.bfloat16 if base.dtype is torch.float32 else base.dtype
         self.momentum: torch.Tensor | None = None
 
     def load_momentum(self, momentum: torch.Tensor | None) -> None:
         """Loads a copy of a saved momentum; None resets it."""
         self.momentum = None
         if momentum is not None:
-            self.momentum = torch.empty_like(self._base).copy_(momentum)
+            self.momentum = momentum.to(self._base.device, self.dtype, copy=True)
 
     def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
         """Moves one part of the base from θ_k to θ_{k+1}, in place.
@@ -84,9 +81,11 @@ class OuterOptimizer:
             mean_drift.mul_(rule.part)
         if rule.kind != "average":
             if self.momentum is None:
-                self.momentum = torch.zeros_like(self._base)
-            momentum = self.momentum[start:stop]
+                self.momentum = torch.zeros_like(self._base, dtype=self.dtype)
+            kept = self.momentum[start:stop]
+            momentum = kept.to(mean_drift.dtype)
             torch.add(mean_drift, momentum, alpha=rule.momentum, out=momentum)
+            kept.copy_(momentum)
             if rule.kind == "slowmo":
                 mean_drift.copy_(momentum)
             else:

@@ -12,7 +12,7 @@ Streaming DiLoCo, arXiv:2501.18512, also hide the outer reduction; they replace 
 parameters instead of adding a correction.)
 
 Cost: three model copies (θ_k, drift and message; in shared memory, θ_k and two messages
-that also hold the drift, unless it is weighted), one more for an outer momentum.
+that also hold the drift, unless it is weighted), half of one for an outer momentum.
 Optimizer state stays local, or is reset when a mean is adopted.
 
 A message in shared memory has two sides. A rank overwrites message k with message k + 2
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import Any
 
 import torch
 
@@ -84,19 +83,11 @@ class OverlappedAverager(Averager):
         Raises:
             ProtocolError: a reduction is in progress.
         """
-        self._expect("rebase", *_AT_REST)
         super().rebase()
         self._phase = _Phase.IDLE
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state without the model; no reduction may be in progress."""
-        self._expect("state_dict", *_AT_REST)
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Loads a saved state; no reduction may be in progress."""
-        self._expect("load_state_dict", *_AT_REST)
-        super().load_state_dict(state)
+    def _expect_rest(self, call: str) -> None:
+        self._expect(call, *_AT_REST)
 
     @torch.no_grad()
     def connect(self, group: Group) -> None:

@@ -5,11 +5,7 @@ calls :meth:`Exchange.begin`, and gets the sum from :meth:`Exchange.finish`. Or 
 with :meth:`Exchange.poll` and reads the sum in cache-sized parts
 (:meth:`Exchange.wait`, then :meth:`Exchange.sum_into`). In shared memory, contribution
 and sum are separate, and ranks sum in rank order, so all get the same bits.
-
-gloo's loopback sockets cost ranks of one host twice: system calls that take cores from
-the model's computation, and wake-ups (measured on two cores: nine messages of 1.05 MB
-took 9 to 25 ms; `docs/decisions.md`, "Shared memory"). In shared memory, a message is
-readable as soon as it is written.
+Shared memory costs less than gloo's sockets (`docs/decisions.md`, "Shared memory").
 """
 
 from __future__ import annotations

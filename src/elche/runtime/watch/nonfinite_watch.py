@@ -15,12 +15,11 @@ from typing import final
 
 import torch
 
+from elche.comm.gradients.buckets.bucket import SMALL_ELEMENTS
 from elche.coordination.protocol.messages import OwnPart
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.runtime.report.scalars import BUFFER_VALUES, Readback, empty_buffer
 
-SMALL_ELEMENTS = 4096
-"""Most elements summed of a tensor: this costs no more than reading one."""
 HALVES = (torch.float16, torch.bfloat16)
 
 _Seen = tuple[OwnPart, int] | None

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -34,6 +34,8 @@ from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
 from elche.comm.transport.process_group import Group
 
 SIDES = 2
+SMALL_ELEMENTS = 4096
+"""Most elements of a gradient that stays unreduced, to be checked for NaN."""
 WHAT = "the reduction of gradients"
 
 
@@ -182,6 +184,7 @@ class Bucket:
     _layout: BucketLayout = field(init=False)
     _coded: CodedExchange | None = None
     _staged: bool = False
+    _dropped: dict[int, torch.Tensor] = field(default_factory=dict)
     kept: torch.Tensor | None = None
 
     @property
@@ -254,6 +257,7 @@ class Bucket:
     def send(self, side: int, scale: float) -> None:
         """Sends this rank's gradients times ``scale``; 0 sends zeros, even for NaN."""
         self.summed, self._total = [], None  # its memory may be lent again
+        self._dropped = {}
         if not self._sums_apart:
             self._lay_message()
         side %= len(self.sent)
@@ -276,6 +280,22 @@ class Bucket:
         if self._coded is not None:
             self._coded.contribution(side)[-1] = scale
         self.exchange.begin(side)
+
+    def drop_sent(self, side: int, stays: Callable[[nn.Parameter], bool]) -> None:
+        """Drops large gradients that the contribution holds, if ``stays`` is False."""
+        if not self._sums_apart or self._coded is not None:
+            return
+        sent = self.sent[side % len(self.sent)]
+        for index, parameter in enumerate(self.parameters):
+            is_small = parameter.numel() <= SMALL_ELEMENTS
+            if parameter.grad is not None and not (is_small or stays(parameter)):
+                self._dropped[index], parameter.grad = sent[index], None
+
+    @torch.no_grad()
+    def restore(self, scale: float) -> None:
+        """Restores dropped gradients, sent times ``scale``, to rounding."""
+        for index, sent in self._dropped.items():
+            self.parameters[index].grad = sent / scale
 
     @torch.no_grad()
     def finish(self, side: int) -> None:

@@ -5,9 +5,10 @@ at first, then as observed in the first backward). They are reduced as soon as t
 full, so that all but the last overlap with backward. Incomplete buckets (a parameter
 without a gradient) are sent at the end of backward, so no rank waits for them.
 
-Reductions are out of place. A rank's gradients stay untouched until every bucket has
-arrived, and its contributions until all ranks have all sums. If a sum is formed in the
-contribution's memory, the rank's own gradients are kept until the first sum of the next
+Reductions are out of place. A rank's contributions stay until all ranks have all sums.
+Its gradients stay until every bucket has arrived, except for large ones that the
+contribution holds: they are dropped, and restored if the pass is repeated. If a sum is
+formed in the contribution's memory, the gradients stay until the first sum of the next
 pass: every rank contributes to that only after it has all sums of this pass. Each
 pass's sums lie in newly lent memory, so a view of an old sum stays readable meanwhile.
 """
@@ -260,7 +261,9 @@ class BucketPass(ABC):
             bucket.pending.discard(place)
         has_work = not bucket.pending or queue.summed < queue.sent
         if has_work and not self._options.delayed:
-            queue.advance(self._scale)
+            drops = order.is_agreed and self._options.keeps_strides
+            first = self.parameters[next(iter(order.came))] if drops else None
+            queue.advance(self._scale, first)
 
     def _open(self) -> None:
         refuse_capture()
@@ -397,6 +400,9 @@ class BucketPass(ABC):
                 self._phase = Phase.TAKEN
             if not self._order.is_agreed:
                 self._order.learn()
+        elif self._phase is Phase.CLOSING:
+            for bucket in self._queue.buckets:
+                bucket.restore(self._scale)
         self._group = group
         if self._order.is_alike(group):  # by now all have the sums of the last pass
             self._build(self.order)

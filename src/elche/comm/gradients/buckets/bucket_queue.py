@@ -123,16 +123,25 @@ class BucketQueue:
         """True if a bucket has been sent in this pass."""
         return any(bucket is sent for sent in self.buckets[: self.sent])
 
-    def advance(self, scale: float) -> None:
+    def advance(self, scale: float, first: nn.Parameter | None = None) -> None:
         """Sends full buckets and collects arrived sums, both in order.
+
+        Args:
+            scale: factor of this rank's gradients.
+            first: parameter of the pass's first gradient, which stays, while other
+                large ones are dropped where the contribution holds them; None: all
+                stay. Those of the last bucket stay, and sums with additions.
 
         The first sum of this pass implies that all ranks have the last pass's sums, so
         the gradients that those replaced are released.
         """
-        buckets = self.buckets
+        buckets, given = self.buckets, self._reduced.is_given
         while self.sent < len(buckets) and not buckets[self.sent].pending:
-            buckets[self.sent].send(self.side, scale)
+            bucket = buckets[self.sent]
+            bucket.send(self.side, scale)
             self.sent += 1
+            if first is not None and scale and self.sent < len(buckets):
+                bucket.drop_sent(self.side, lambda p: p is first or given(p))
         while self.summed < self.sent and buckets[self.summed].exchange.has_sum:
             buckets[self.summed].finish(self.side)
             self.summed += 1

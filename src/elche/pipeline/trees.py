@@ -8,7 +8,7 @@ nothing is ever unpickled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,7 @@ def _structure(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     )
 
 
-def unflatten(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unflatten(structure: Any, tensors: Iterable[Any]) -> Any:
     """Rebuilds a value from the result of :func:`flatten`."""
     return _rebuild(structure, iter(tensors))
 

@@ -57,7 +57,7 @@ def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss
         node.meta = {}  # it would keep the trace alive
         node.args = fx.node.map_aggregate(node.args, _on_cpu)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _on_cpu)
-    pairs = zip(arguments.owners(), inputs, strict=True)
+    pairs = zip(arguments.owners, inputs, strict=True)
     used = frozenset(name for name, node in pairs if node.users)
     return OwnLoss(arguments, fx.GraphModule({}, made), used)
 
@@ -70,7 +70,7 @@ def _fault(graph: fx.Graph, loss: Any, arguments: Arguments) -> str:
     by_samples = loss.target in _BY_SAMPLES
     if not is_plain or not (by_samples or loss.target == _CROSS_ENTROPY):
         return f"this one ends in {loss.target}"
-    inputs = zip(arguments.owners(), graph.nodes, strict=False)
+    inputs = zip(arguments.owners, graph.nodes, strict=False)
     firsts = [_sizes(node) for name, node in inputs if name == arguments.first]
     batch = next(size for size, *_ in filter(None, firsts))
     sizes, others = map(_sizes, loss.args[:2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from elche.devices import random_state
-from elche.pipeline.cutting.arguments import Arguments
 from elche.torch_internals.batches import tree_map
 from elche.torch_internals.held import held_buffers, held_parameters, version
 from elche.torch_internals.passes import FakeTensorMode, unset_fake_temporarily
@@ -29,7 +28,8 @@ class StandIns:
 
     Args:
         model: model with the real tensors.
-        arguments: the sample.
+        samples: the sample's tensors.
+        device: device of the trace.
 
     Attributes:
         mode: fake tensor mode, whose sizes are symbols.
@@ -38,26 +38,26 @@ class StandIns:
         names: that name of each fake parameter and buffer, by id.
     """
 
-    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+    def __init__(
+        self, model: nn.Module, samples: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
         self.mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
-        self.inputs = [self._fake(one) for one in arguments]
-        self._model, self._device = model, arguments.device
+        self.inputs = [self._fake(one) for one in samples]
+        self._model, self._device = model, device
         self._named = dict((*model.named_parameters(), *model.named_buffers()))
         self._fakes = {
             id(one): self.mode.from_tensor(
-                one
-                if one.device == self._device
-                else torch.empty_like(one, device=self._device),
+                one if one.device == device else torch.empty_like(one, device=device),
                 static_shapes=True,
             )
             for one in self._named.values()
         }
         self.held = {f"held_{i}": one for i, one in enumerate(self._named.values())}
         self.names = {id(self._fakes[id(one)]): own for own, one in self.held.items()}
-        self._samples = dict(zip(map(id, self.inputs), arguments, strict=True))
+        self._samples = dict(zip(map(id, self.inputs), samples, strict=True))
         self._sizes: list[tuple[Any, int]] = [
             (size, number)
-            for fake, one in zip(self.inputs, arguments, strict=True)
+            for fake, one in zip(self.inputs, samples, strict=True)
             for size, number in zip(fake.shape, one.shape, strict=True)
             if isinstance(size, torch.SymInt)
         ]

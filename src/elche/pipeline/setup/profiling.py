@@ -200,7 +200,7 @@ class _Profiler:
         layers, device = self._layers, self._device
         source = layers.sources[index]
         if not isinstance(source, nn.Module):
-            return layers.build([index], device, None)[0]
+            return layers.build([index], device, None)[index]
         held = (*source.parameters(), *source.buffers())
         copied = copy.deepcopy(source)
         if any(one.is_meta for one in held):

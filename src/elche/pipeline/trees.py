@@ -37,8 +37,16 @@ def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
             has no values, or a container of another type, which could not be cut.
     """
     if isinstance(value, torch.Tensor):
-        if is_cut:
-            _check_dense(value, where)
+        if is_cut and not _is_dense(value):
+            raise ConfigError(
+                f"{where} holds a tensor of layout {value.layout}, which cannot be cut "
+                "into microbatches; expected dense ones, see to_dense() and "
+                "to_padded_tensor()"
+            )
+        if is_cut and value.is_meta:
+            raise ConfigError(
+                f"{where} holds a tensor on the meta device, without values"
+            )
         return value
     if value is None or isinstance(value, _PLAIN):
         return value
@@ -63,17 +71,6 @@ def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _check_dense(tensor: torch.Tensor, where: str) -> None:
-    if not _is_dense(tensor):
-        raise ConfigError(
-            f"{where} holds a tensor of layout {tensor.layout}, which cannot be cut "
-            "into microbatches; expected dense ones, see to_dense() and "
-            "to_padded_tensor()"
-        )
-    if tensor.is_meta:
-        raise ConfigError(f"{where} holds a tensor on the meta device, without values")
 
 
 def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import REMEDY, Arguments
-from elche.pipeline.cutting.between import base_of, changes, texts, where
+from elche.pipeline.cutting.between import base_of, changes, place, texts, where
 from elche.pipeline.cutting.caching import CACHE_MARK, PAST, after_past, takes_cache
 from elche.pipeline.cutting.loss_search import find_own_loss
 from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_calls
@@ -75,15 +75,8 @@ class Segment(nn.Module):
 
     def _write(self, device: torch.device, mode: bool) -> None:
         """Makes the body run the code of a mode, with new tensors on a device."""
-        old = self._device
-
-        def placed(value: Any) -> Any:
-            return device if isinstance(value, torch.device) and value == old else value
-
         for code in self._codes.values():
-            for node in code.graph.nodes:
-                node.args = fx.node.map_aggregate(node.args, placed)
-                node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
+            place(code.graph, device, self._device)
         self._device, self._mode = device, mode
         self.body.graph = self._codes[mode].graph  # compiles it
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -42,7 +42,11 @@ class StandIns:
         self, model: nn.Module, samples: Sequence[torch.Tensor], device: torch.device
     ) -> None:
         self.mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
-        self.inputs = [self._fake(one) for one in samples]
+        self.inputs: list[torch.Tensor] = []
+        for one in samples:
+            sizes: Any = [DimDynamic.DYNAMIC] * one.dim()
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+            self.inputs.append(self.mode.from_tensor(one, symbolic_context=context))
         self._model, self._device = model, device
         self._named = dict((*model.named_parameters(), *model.named_buffers()))
         self._fakes = {
@@ -63,20 +67,12 @@ class StandIns:
         ]
         self._versions = {key: version(fake) for key, fake in self._fakes.items()}
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        sizes = [DimDynamic.DYNAMIC] * tensor.dim()
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-        made: torch.Tensor = self.mode.from_tensor(tensor, symbolic_context=context)
-        return made
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
+    def patched(self) -> AbstractContextManager[None]:
         """Puts the fake tensors into the model, and restores the real ones afterwards.
 
         `torch.func.functional_call` would leave them in a module that is used twice.
         """
-        with _replaced(self._model, lambda one: self._fakes[id(one)]):
-            yield
+        return _replaced(self._model, lambda one: self._fakes[id(one)])
 
     def computed(self, module: nn.Module, args: Any, keywords: Any) -> Any:
         """Runs a patched module on real tensors, because its code depends on values.
@@ -100,14 +96,8 @@ class StandIns:
         sizes: dict[tuple[int, int], Any] = {}
         for i, (size, n) in enumerate(symbols.values()):
             sizes[n, n - 1 - i if n > i + 2 else n + 1 + i] = size
-        found, again = (
-            self._run(
-                module,
-                (args, keywords),
-                {size.node.expr: pair[turn] for pair, size in sizes.items()},
-            )
-            for turn in (0, 1)
-        )
+        turns = [{s.node.expr: pair[i] for pair, s in sizes.items()} for i in (0, 1)]
+        found, again = (self._run(module, (args, keywords), turn) for turn in turns)
         learns = any(one.requires_grad for one in module.parameters())
 
         def fake(one: Any, other: Any) -> Any:

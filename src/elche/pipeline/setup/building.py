@@ -61,10 +61,19 @@ class LayerList:
 
     def describe(self) -> list[str]:
         """Names, types and shapes of built layers, which must agree between ranks."""
-        return [
-            f"{name} ({_described(source)})"
-            for name, source in zip(self.names, self.sources, strict=True)
-        ]
+        found: list[str] = []
+        for name, source in zip(self.names, self.sources, strict=True):
+            parts = ["a factory"]
+            if isinstance(source, nn.Module):
+                held = source.state_dict().items()
+                parts = [type(one).__name__ for one in source.modules()]
+                parts += [
+                    f"{own} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
+                    for own, one in held
+                    if isinstance(one, torch.Tensor)
+                ]
+            found.append(f"{name} ({', '.join(parts)})")
+        return found
 
     def ties(self) -> list[list[tuple[int, str]]]:
         """Parameters used in several places: (layer, own name) of each use."""
@@ -274,15 +283,3 @@ def _check_layer(module: nn.Module, index: int | None) -> None:
             f"without a size: {', '.join(lacking[:3])}; run one batch through the "
             "model first, or give the sizes (nn.Linear instead of nn.LazyLinear)"
         )
-
-
-def _described(source: LayerSource) -> str:
-    if not isinstance(source, nn.Module):
-        return "a factory"
-    types = [type(one).__name__ for one in source.modules()]
-    held = [
-        f"{name} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
-        for name, one in source.state_dict().items()
-        if isinstance(one, torch.Tensor)
-    ]
-    return ", ".join([*types, *held])

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from elche.errors import ConfigError
-from elche.pipeline.cutting.arguments import REMEDY, Arguments
+from elche.pipeline.cutting.arguments import REMEDY
 from elche.pipeline.cutting.between import base_of, changes, place, texts, where
 from elche.pipeline.cutting.caching import CACHE_MARK, PAST, after_past, takes_cache
 from elche.pipeline.cutting.loss_search import find_own_loss
@@ -30,6 +30,11 @@ _LOCAL = ("placeholder", "get_attr", "output")
 class Segment(nn.Module):
     """A part of a model's forward; accepts and returns the values live at its ends.
 
+    Attributes:
+        arguments: arguments of the model's trace, if this is its first part.
+        own_loss: the loss that the model computes itself in training, if any; known to
+            the first part.
+
     Args:
         model: the model.
         trace: the model's trace.
@@ -37,13 +42,16 @@ class Segment(nn.Module):
             equal.
     """
 
+    arguments: Any = None
+    own_loss: Any = None
+
     def __init__(
         self, model: nn.Module, trace: ModelTrace, codes: dict[bool, Code]
     ) -> None:
         super().__init__()
         self.training = model.training  # it stands for the model's own code
-        self.body = _body(model, trace.held, codes)
-        self._codes, self._device = codes, trace.device
+        self.body = _body(model, trace.stand_ins.held, codes)
+        self._codes, self._device = codes, trace.stand_ins.device
         self._mode = next(iter(codes))
 
     def forward(self, *values: Any) -> Any:
@@ -83,19 +91,7 @@ class Segment(nn.Module):
 
 @final
 class FirstSegment(Segment):
-    """The first part, with the arguments of the model's forward.
-
-    Attributes:
-        arguments: arguments of the model's trace.
-        own_loss: the loss that the model computes itself in training, if any.
-    """
-
-    def __init__(
-        self, model: nn.Module, trace: ModelTrace, codes: dict[bool, Code]
-    ) -> None:
-        super().__init__(model, trace, codes)
-        self.arguments, code = trace.arguments, trace.codes.get(True)
-        self.own_loss = code and find_own_loss(code.graph, code.output, self.arguments)
+    """The first part, with the arguments of the model's forward."""
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Runs the part on a batch like the sample, of any size."""
@@ -104,13 +100,7 @@ class FirstSegment(Segment):
 
 @final
 class CachedSegment(Segment):
-    """A part that accepts `cache=` from `Pipeline.generate`.
-
-    Attributes:
-        arguments: arguments of the model's trace, if this is its first part.
-    """
-
-    arguments: Arguments | None = None
+    """A part that accepts `cache=` from `Pipeline.generate`."""
 
     def forward(self, *values: Any, cache: dict[str, Any], **keywords: Any) -> Any:  # type: ignore[override]
         """Runs the part on new positions, which follow those in the cache."""
@@ -154,15 +144,16 @@ def cut_model(
     for codes in _layers(model, choice, trace):
         kind = CachedSegment if has_cache else Segment if made else FirstSegment
         made.append(kind(model, trace, codes))
-    if isinstance(made[0], CachedSegment):
-        made[0].arguments = trace.arguments
+    made[0].arguments = given = trace.arguments
+    if code := trace.codes.get(True):
+        made[0].own_loss = find_own_loss(code.graph, code.output, given)
     if points is not None and len(made) <= len(points):
         raise ConfigError(
             f"the split points {list(points)} cut the model into {len(made)} layers; "
             "expected names of submodules that forward calls, with others before or "
             "between them"
         )
-    for name, one in trace.changed.items():
+    for name, one in trace.stand_ins.changed().items():
         holders = sum(any(one is each for each in layer.buffers()) for layer in made)
         if holders > 1:
             raise ConfigError(

@@ -36,6 +36,7 @@ class StandIns:
         inputs: fake tensors of the sample.
         held: the model's own parameters and buffers, by a name for traces.
         names: that name of each fake parameter and buffer, by id.
+        device: the argument.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class StandIns:
             sizes: Any = [DimDynamic.DYNAMIC] * one.dim()
             context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
             self.inputs.append(self.mode.from_tensor(one, symbolic_context=context))
-        self._model, self._device = model, device
+        self._model, self.device = model, device
         self._named = dict((*model.named_parameters(), *model.named_buffers()))
         self._fakes = {
             id(one): self.mode.from_tensor(
@@ -108,7 +109,7 @@ class StandIns:
             pairs = zip(one.shape, other.shape, strict=True)
             shape = [n if n == m else sizes[n, m] for n, m in pairs]
             with self.mode:
-                made = torch.empty(shape, dtype=one.dtype, device=self._device)
+                made = torch.empty(shape, dtype=one.dtype, device=self.device)
                 return made.requires_grad_(learns and one.is_floating_point()).clone()
 
         return tree_map(fake, found, again)
@@ -130,7 +131,7 @@ class StandIns:
             shape = [evaluated(one) for one in value.shape]
             return _with_values(value, self._samples.get(id(value)), shape)
 
-        devices = [self._device] if self._device.type != "meta" else []
+        devices = [self.device] if self.device.type != "meta" else []
         with (
             unset_fake_temporarily(),
             random_state.forked(devices),

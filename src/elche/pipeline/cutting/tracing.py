@@ -49,19 +49,15 @@ class ModelTrace:
 
     Attributes:
         codes: code in training (True) and in evaluation.
-        held: the model's parameters and buffers, by their names in the graphs.
-        changed: buffers that forward changes, by the model's names.
         arguments: arguments of the traced forward.
-        device: device of the trace.
+        stand_ins: the model's tensors in the trace.
         is_cached: whether modules receive a cache, as `CACHE_MARK`.
     """
 
     codes: dict[bool, Code]
-    held: dict[str, torch.Tensor]
-    changed: dict[str, torch.Tensor]
     arguments: Arguments
-    device: torch.device
-    is_cached: bool = False
+    stand_ins: StandIns
+    is_cached: bool
 
 
 def trace_calls(
@@ -117,8 +113,7 @@ def trace_calls(
             f"the sample, {arguments.samples}; compute it from the input's shape, or "
             "cut by hand with split=lambda model: [...]"
         )
-    held, changed = stand_ins.held, stand_ins.changed()
-    return ModelTrace(codes, held, changed, arguments, device, has_cache)
+    return ModelTrace(codes, arguments, stand_ins, has_cache)
 
 
 def _device_of(model: nn.Module, may_differ: bool) -> torch.device:

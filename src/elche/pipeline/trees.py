@@ -111,19 +111,14 @@ def _structure(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
 
 def unflatten(structure: Any, tensors: Iterable[Any]) -> Any:
     """Rebuilds a value from the result of :func:`flatten`."""
-    return _rebuild(structure, iter(tensors))
-
-
-def _rebuild(structure: Any, tensors: Any) -> Any:
-    kind = structure[0]
+    kind, left = structure[0], iter(tensors)
     if kind == "t":
-        return next(tensors)
+        return next(left)
     if kind == "v":
         return structure[1]
+    parts = [unflatten(one, left) for one in structure[-1]]
     if kind == "dict":
-        parts = [_rebuild(one, tensors) for one in structure[2]]
         return dict(zip(structure[1], parts, strict=True))
-    parts = [_rebuild(one, tensors) for one in structure[1]]
     return tuple(parts) if kind == "tuple" else parts
 
 

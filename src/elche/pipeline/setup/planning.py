@@ -65,7 +65,7 @@ def make_plan(
         made = _read_csv(Path(schedule))
     else:
         costs = config.costs
-        if not isinstance(costs, PipelineCosts):
+        if costs is None or isinstance(costs, str):
             placement = _placement(schedule, num_ranks, num_layers, config)
             costs = equal_costs(_EQUAL, placement, num_ranks)
         make = auto_schedule if schedule == "auto" else partial(make_schedule, schedule)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from elche.pipeline.cutting.segments import cut_again, cut_model
+from elche.pipeline.cutting.segments import cut_model
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_pipeline import (
@@ -77,7 +77,7 @@ def test_a_model_of_which_a_part_is_elsewhere_is_cut_with_a_cache() -> None:
     sample = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "use_cache": False}
     model = gpt2()
     model.transformer.h[1].to("meta")
-    layers = cut_again(model, None, sample, (), has_cache=True)
+    layers = cut_model(model, None, sample, (), has_cache=True)
     assert len(layers) == len(cut_model(gpt2(), None, sample))
     caches: list[dict[str, Any]] = [{}, {}]
     for tokens, wanted in (([[3, 1, 4]], 3), ([[1]], 4)):

@@ -88,69 +88,56 @@ class PipelineConfig:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        replicas, limits, partition = self.replicas, self.memory_bytes, self.partition
-        stages, timeout_s = self.stages_per_rank, self.timeout_s
-        checks = (
-            (
-                self.loss_reduction in ("mean", "sum"),
-                f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}",
-            ),
-            (
-                self.weight_of is None or self.loss_reduction == "mean",
-                "weight_of= weights means; leave it out with loss_reduction='sum'",
-            ),
-            (
-                not isinstance(self.whole, str),
-                f"expected names such as whole=('mask',), got {self.whole!r}",
-            ),
-            (
-                self.transport in ("auto", "gloo"),
-                f"expected transport 'auto' or 'gloo', got {self.transport!r}",
-            ),
-            (
-                not isinstance(replicas, (bool, str))
-                and (not isinstance(replicas, int) or replicas >= 1),
-                "expected replicas of at least 1, or the ranks of each replica such as "
-                f"[[0, 1], [2, 3]], got {replicas!r}",
-            ),
-            (
-                not isinstance(self.costs, str) or self.costs == "measure",
-                f"expected costs of the stages or 'measure', got {self.costs!r}",
-            ),
-            (
-                limits is None or self.costs == "measure",
-                'memory_bytes= is for costs="measure"; given costs have their memory',
-            ),
-            (
-                limits is None
-                or (
-                    isinstance(limits, (tuple, list))
-                    and all(isinstance(one, (int, float)) and one > 0 for one in limits)
-                ),
-                f"expected bytes above 0 for each rank as memory_bytes, got {limits!r}",
-            ),
-            (
-                partition is None or all(count >= 1 for count in partition),
-                f"expected at least one layer in each stage, got partition={partition}",
-            ),
-            (
-                self.init in (None, "load") or callable(self.init),
-                f"expected a function of a layer or 'load' as init, got {self.init!r}",
-            ),
-            (
-                stages is None or stages >= 1,
-                f"expected stages_per_rank of at least 1, got {stages}",
-            ),
-            (
-                math.isfinite(timeout_s) and timeout_s > 0,
-                f"expected a positive timeout_s, got {timeout_s!r}",
-            ),
+        replicas, limits, stages = (
+            self.replicas,
+            self.memory_bytes,
+            self.stages_per_rank,
         )
-        for is_right, message in checks:
+        if self.weight_of is not None and self.loss_reduction == "sum":
+            raise ConfigError(
+                "weight_of= weights means; leave it out with loss_reduction='sum'"
+            )
+        if limits is not None and self.costs != "measure":
+            raise ConfigError(
+                'memory_bytes= is for costs="measure"; given costs have their memory'
+            )
+        are_bytes = isinstance(limits, (tuple, list)) and all(
+            isinstance(one, (int, float)) and one > 0 for one in limits
+        )
+        checks = {
+            "loss_reduction": self.loss_reduction in ("mean", "sum"),
+            "whole": not isinstance(self.whole, str),
+            "transport": self.transport in ("auto", "gloo"),
+            "replicas": not isinstance(replicas, (bool, str))
+            and (not isinstance(replicas, int) or replicas >= 1),
+            "costs": not isinstance(self.costs, str) or self.costs == "measure",
+            "memory_bytes": limits is None or are_bytes,
+            "partition": self.partition is None or min(self.partition, default=1) >= 1,
+            "init": self.init in (None, "load") or callable(self.init),
+            "stages_per_rank": stages is None or stages >= 1,
+            "timeout_s": math.isfinite(self.timeout_s) and self.timeout_s > 0,
+        }
+        for name, is_right in checks.items():
             if not is_right:
-                raise ConfigError(message)
+                value = getattr(self, name)
+                raise ConfigError(f"expected {_EXPECTED[name]}, got {value!r}")
         if self.weight_of is not None:
             check_weight_of(self.weight_of)
+
+
+_EXPECTED = {
+    "loss_reduction": "loss_reduction 'mean' or 'sum'",
+    "whole": "names such as whole=('mask',)",
+    "transport": "transport 'auto' or 'gloo'",
+    "replicas": "replicas of at least 1, or the ranks of each replica such as "
+    "[[0, 1], [2, 3]]",
+    "costs": "costs of the stages or 'measure'",
+    "memory_bytes": "bytes above 0 for each rank as memory_bytes",
+    "partition": "at least one layer in each stage as partition",
+    "init": "a function of a layer or 'load' as init",
+    "stages_per_rank": "stages_per_rank of at least 1",
+    "timeout_s": "a positive timeout_s",
+}
 
 
 def pipeline_config(

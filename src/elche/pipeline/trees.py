@@ -8,7 +8,7 @@ nothing is ever unpickled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,8 +37,16 @@ def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
             has no values, or a container of another type, which could not be cut.
     """
     if isinstance(value, torch.Tensor):
-        if is_cut:
-            _check_dense(value, where)
+        if is_cut and not _is_dense(value):
+            raise ConfigError(
+                f"{where} holds a tensor of layout {value.layout}, which cannot be cut "
+                "into microbatches; expected dense ones, see to_dense() and "
+                "to_padded_tensor()"
+            )
+        if is_cut and value.is_meta:
+            raise ConfigError(
+                f"{where} holds a tensor on the meta device, without values"
+            )
         return value
     if value is None or isinstance(value, _PLAIN):
         return value
@@ -63,17 +71,6 @@ def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _check_dense(tensor: torch.Tensor, where: str) -> None:
-    if not _is_dense(tensor):
-        raise ConfigError(
-            f"{where} holds a tensor of layout {tensor.layout}, which cannot be cut "
-            "into microbatches; expected dense ones, see to_dense() and "
-            "to_padded_tensor()"
-        )
-    if tensor.is_meta:
-        raise ConfigError(f"{where} holds a tensor on the meta device, without values")
 
 
 def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:
@@ -112,21 +109,16 @@ def _structure(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     )
 
 
-def unflatten(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unflatten(structure: Any, tensors: Iterable[Any]) -> Any:
     """Rebuilds a value from the result of :func:`flatten`."""
-    return _rebuild(structure, iter(tensors))
-
-
-def _rebuild(structure: Any, tensors: Any) -> Any:
-    kind = structure[0]
+    kind, left = structure[0], iter(tensors)
     if kind == "t":
-        return next(tensors)
+        return next(left)
     if kind == "v":
         return structure[1]
+    parts = [unflatten(one, left) for one in structure[-1]]
     if kind == "dict":
-        parts = [_rebuild(one, tensors) for one in structure[2]]
         return dict(zip(structure[1], parts, strict=True))
-    parts = [_rebuild(one, tensors) for one in structure[1]]
     return tuple(parts) if kind == "tuple" else parts
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 
 from elche.checkpoint.capture import Captured
 from elche.checkpoint.contents import fitting, is_bound, load_registered
@@ -41,11 +41,17 @@ class PipelineContents:
     registered: Mapping[str, Any]
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[Optimizer]:
         """The pipeline's optimizers, and the registered ones."""
-        named = [o for o in self.registered.values() if _is_optimizer(o)]
-        known = [*self.pipe.optimizers, *named]
-        return list({id(one): one for one in known}.values())
+        known = [*self.pipe.optimizers, *self.registered.values()]
+        named = {id(one): one for one in known if isinstance(one, Optimizer)}
+        return list(named.values())
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Registered objects that are no optimizers, by name."""
+        known = self.registered.items()
+        return {n: one for n, one in known if not isinstance(one, Optimizer)}
 
     def capture(self, loop: Mapping[str, int]) -> Captured:
         """Copies all state on this rank; must be called on all ranks together.
@@ -56,11 +62,11 @@ class PipelineContents:
         pipe, passes = self.pipe, self.pipe.passes
         pipe.average_buffers()
         self._refuse_unknown()
-        others = {n: o for n, o in self.registered.items() if not _is_optimizer(o)}
+        others = self.others.items()
         names = pipe.parameter_names()
         own = {
             "optimizers": [named_state(one, names) for one in self.optimizers],
-            "free": {n: o.state_dict() for n, o in others.items() if not is_bound(o)},
+            "free": {n: o.state_dict() for n, o in others if not is_bound(o)},
             "random": passes.random(),
             "begun": passes.begun,
         }
@@ -69,7 +75,7 @@ class PipelineContents:
             return Captured.of(own, {}, {})
         shared = {}
         if pipe.rank == 0:
-            bound = {n: o.state_dict() for n, o in others.items() if is_bound(o)}
+            bound = {n: o.state_dict() for n, o in others if is_bound(o)}
             shared = {
                 "loop": dict(loop),
                 "run": {"steps": pipe.stepping.steps},
@@ -130,8 +136,7 @@ class PipelineContents:
                 load_named_state(each, pipe.parameter_names(), state)
         was_there = pipe.rank < found.manifest.world_size
         own = found.of_rank(pipe.rank if was_there else 0, _without_optimizers)
-        others = {n: o for n, o in self.registered.items() if not _is_optimizer(o)}
-        load_registered(found, others, {**shared["registered"], **own["free"]})
+        load_registered(found, self.others, {**shared["registered"], **own["free"]})
         pipe.stepping.steps = shared["run"]["steps"]
         pipe.passes.resume(shared["epochs"]["done"], own["begun"], own["random"])
         return shared
@@ -148,10 +153,6 @@ class PipelineContents:
             for rank in range(found.manifest.world_size)
         ]
         return [join_states(each) for each in zip(*filter(None, parts), strict=True)]
-
-
-def _is_optimizer(each: Any) -> bool:
-    return isinstance(each, torch.optim.Optimizer)
 
 
 def _without_optimizers(tree: dict[str, Any]) -> dict[str, Any]:

@@ -155,25 +155,26 @@ class PipelineState:
             names.setdefault(id(value), []).append(name)
         # A tied tensor has several names, of which files may have only one.
         given = [[n for n in known if n in state] or known for known in names.values()]
-        missing = [known[0] for known in given if known[0] not in state]
-        other = [
-            f"{name} {_form(state[name])} (not {_form(mine[name])})"
-            for name, *_ in given
-            if name in state and _form(state[name]) != _form(mine[name])
-        ]
-        apart = [
-            f"{name} and {also}"
-            for name, *others in given
-            for also in others
-            if also in state and not torch.equal(state[name], state[also])
-        ]
-        extra = [str(n) for n in state if n not in mine and not is_known(str(n))]
-        wrong = [
-            *([f"has no {few(missing)}, which rank {self.rank} needs"] * bool(missing)),
-            *([f"has another shape of {few(other)}"] * bool(other)),
-            *([f"has other values of {few(apart)}, which are tied"] * bool(apart)),
-            *([f"has {few(extra)}, which the model lacks"] * bool(extra)),
-        ]
+        faults = {
+            f"has no %s, which rank {self.rank} needs": [
+                known[0] for known in given if known[0] not in state
+            ],
+            "has another shape of %s": [
+                f"{name} {_form(state[name])} (not {_form(mine[name])})"
+                for name, *_ in given
+                if name in state and _form(state[name]) != _form(mine[name])
+            ],
+            "has other values of %s, which are tied": [
+                f"{name} and {also}"
+                for name, *others in given
+                for also in others
+                if also in state and not torch.equal(state[name], state[also])
+            ],
+            "has %s, which the model lacks": [
+                str(n) for n in state if n not in mine and not is_known(str(n))
+            ],
+        }
+        wrong = [fault % few(found) for fault, found in faults.items() if found]
         if wrong:
             raise ConfigError(
                 f"the state {', and '.join(wrong)}; nothing was loaded on rank "

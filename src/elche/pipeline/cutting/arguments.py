@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, final
 
 import torch
@@ -34,28 +35,28 @@ class Arguments:
 
     Attributes:
         signature: signature of forward.
+        samples: number of samples in the sample batch.
         structures: structure of each argument, see `elche.pipeline.trees.flatten`.
         tensors: tensors of all arguments, in order; empty after the trace.
-        samples: number of samples in the sample batch.
+        owners: name of the argument that each tensor belongs to.
         first: name of the argument with the sample's first tensor, whose first
             dimension is the batch's.
-        device: device of the tensors.
         is_cut: whether an argument's tensors have a row per sample, by its name and by
             its position; known after the trace.
-        unsure: those of which it is unknown, see `learn_dimensions`.
+        unsure: those of which it is unknown, see `learn`.
     """
 
     signature: inspect.Signature
-    structures: dict[str, Any]
-    tensors: list[torch.Tensor]
     samples: int
-    first: str
-    device: torch.device
+    structures: dict[str, Any] = field(default_factory=dict)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)
+    first: str = ""
     is_cut: dict[str, bool] = field(default_factory=dict)
     unsure: set[str] = field(default_factory=set)
     _symbols: list[list[Any]] = field(default_factory=list)
     _fixed: list[list[int | None]] = field(default_factory=list)
-    _guards: list[Any] = field(default_factory=list)
+    _guards: Sequence[Any] = ()
     _seen: set[tuple[int, ...]] = field(default_factory=set)
 
     @staticmethod
@@ -71,7 +72,7 @@ class Arguments:
             model: model whose forward receives the sample: a tuple as positional
                 arguments, a dict as keywords, any other value as the only argument.
             sample: one microbatch.
-            device: device of the model.
+            device: device for its tensors.
             omitted: arguments of the sample that become None.
 
         Raises:
@@ -91,77 +92,57 @@ class Arguments:
                 f"forward of {type(model).__name__} takes {odd[0]} by position only; "
                 "cut by hand with split=lambda model: [...]"
             )
-        args, keywords = _unpacked(sample)
-        made = Arguments(signature, {}, [], samples, "", device)
-        named = {
-            name: None if name in omitted else value
-            for name, value in made.named(args, keywords).items()
-        }
-        made.first = next(n for n in keywords or named if named_tensors(named[n]))
+        made = Arguments(signature, samples)
+        named = made.of_batch(sample, {})
+        named.update((name, None) for name in named if name in omitted)
+        order = sample if isinstance(sample, dict) else named
+        made.first = next(name for name in order if named_tensors(named[name]))
         for name, value in named.items():
             tensors, made.structures[name] = flatten(value, f"{name} of the sample")
             made.tensors += [one.detach().to(device) for one in tensors]
+            made.owners += [name] * len(tensors)
         return made
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.tensors)
-
-    def filled(self, tensors: Sequence[Any]) -> dict[str, Any]:
+    def filled(self, tensors: Iterable[Any]) -> dict[str, Any]:
         """Returns the traced arguments with other tensors."""
-        values = iter(tensors)
-        return {
-            name: unflatten(structure, [next(values) for _ in range(_count(structure))])
-            for name, structure in self.structures.items()
-        }
+        left = iter(tensors)
+        return {name: unflatten(one, left) for name, one in self.structures.items()}
 
-    def owners(self) -> list[str]:
-        """Name of the argument that each tensor belongs to, in order."""
-        counts = {name: _count(one) for name, one in self.structures.items()}
-        return [name for name, count in counts.items() for _ in range(count)]
+    def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
+        """Arguments with tensors in the sample that a batch leaves out, or has as None.
 
-    def learn_sizes(
+        Raises:
+            ConfigError: the model's forward does not take the batch.
+        """
+        given = self.of_batch(batch, keywords)
+        return [name for name in dict.fromkeys(self.owners) if given.get(name) is None]
+
+    def learn(
         self,
         symbols: list[list[Any]],
-        fixed: list[list[int | None]],
-        guards: list[Any],
-    ) -> None:
-        """Stores the trace's assumptions about sizes.
+        sizes: list[list[Any]],
+        guards: Sequence[Any],
+        is_cached: bool,
+    ) -> bool:
+        """Stores the trace's assumptions about sizes, and who has a row per sample.
+
+        These arguments' first dimension is the batch's in the trace; or it equals the
+        batch's in the sample, and the trace identified it with no other dimension. If
+        the trace never compared it with the batch, a tensor of one dimension, or with
+        others of that size, may be either: it is `unsure`.
 
         Args:
             symbols: symbolic sizes of each tensor before the trace.
-            fixed: sizes that the trace has fixed.
+            sizes: those after the trace, equal ones as one.
             guards: conditions that held in the trace.
-        """
-        self._symbols, self._fixed, self._guards = symbols, fixed, guards
-        self.tensors = []  # it may be large
-
-    def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
-        """See `elche.pipeline.cutting.segments.FirstSegment.omits`."""
-        args, named = _unpacked(batch)
-        given = self.named(args, {**named, **keywords})
-        return [
-            name
-            for name, structure in self.structures.items()
-            if _count(structure) and given.get(name) is None
-        ]
-
-    def learn_dimensions(self, sizes: list[list[Any]], guards: Sequence[Any]) -> Any:
-        """Finds the arguments with a row per sample.
-
-        Their first dimension is the batch's in the trace; or it equals the batch's in
-        the sample, and the trace identified it with no other dimension. If the trace
-        never compared it with the batch, a tensor of one dimension, or with others of
-        that size, may be either: it is `unsure`.
-
-        Args:
-            sizes: symbolic sizes of each tensor after the trace, equal ones as one.
-            guards: conditions that held in the trace.
+            is_cached: whether there is a cache, for which no guard holds: its length
+                and that of the new positions (later just one) differ from the sample's.
 
         Returns:
-            The batch's number of samples: a symbol, or a number if forward fixes it.
+            True if forward works for any number of samples.
         """
-        named = list(zip(self.owners(), self.tensors, sizes, strict=True))
         others = {each for one in sizes for each in one[1:]}
+        named = list(zip(self.owners, self.tensors, sizes, strict=True))
         batch = next(one[0] for name, _, one in named if name == self.first and one)
         own: set[Any] = getattr(batch, "free_symbols", set())
         compared = own.union(*(g.free_symbols for g in guards if own & g.free_symbols))
@@ -176,7 +157,10 @@ class Arguments:
         for place, name in enumerate(self.signature.parameters):
             self.is_cut[str(place)] = self.is_cut.get(name, True)
             self.unsure |= {str(place)} if name in self.unsure else set()
-        return batch
+        self._symbols, self._guards = symbols, () if is_cached else guards
+        self._fixed = [[_number(size) for size in one] for one in sizes]
+        self.tensors = []  # it may be large
+        return _number(batch) is None
 
     def tensors_of(
         self, args: Sequence[Any], keywords: Mapping[str, Any]
@@ -191,14 +175,16 @@ class Arguments:
         given = self.named(args, keywords)
         tensors: list[torch.Tensor] = []
         for name, structure in self.structures.items():
-            if name not in given and not _count(structure):
+            if name not in given and name not in self.owners:
                 continue
             found, form = flatten(given.pop(name, None), f"the argument {name}")
             if form != structure:
+                got, wanted = (
+                    unflatten(s, repeat("tensor")) for s in (form, structure)
+                )
                 raise ConfigError(
                     f"the model's argument {name} differs in form from the sample's: "
-                    f"got {_shown(form)}, the sample has {_shown(structure)}; pass "
-                    "the same form"
+                    f"got {got}, the sample has {wanted}; pass the same form"
                 )
             tensors += found
         extra = [name for name, value in given.items() if value is not None]
@@ -214,10 +200,11 @@ class Arguments:
         sizes = tuple(size for one in tensors for size in (*one.shape, -1))
         if sizes in self._seen:
             return
-        if [one.dim() for one in tensors] != [len(one) for one in self._fixed]:
+        dims = [one.dim() for one in tensors], [len(one) for one in self._fixed]
+        if dims[0] != dims[1]:
             raise ConfigError(
-                f"expected tensors of {[len(one) for one in self._fixed]} dimensions, "
-                f"as in the sample, got {[one.dim() for one in tensors]}"
+                f"expected tensors of {dims[1]} dimensions, as in the sample, got "
+                f"{dims[0]}"
             )
         values: dict[Any, int] = {}
         for one, fixed, symbols in zip(
@@ -240,12 +227,18 @@ class Arguments:
             )
         self._seen.add(sizes)
 
-    def named(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a call by name.
+    def of_batch(self, batch: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a batch by name, as a stage passes it to its first layer.
 
         Raises:
             ConfigError: forward does not accept them.
         """
+        if isinstance(batch, dict):
+            return self.named((), {**batch, **keywords})
+        return self.named(batch if isinstance(batch, tuple) else (batch,), keywords)
+
+    def named(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a call by name; raises as `of_batch`."""
         try:
             bound = self.signature.bind(*args, **keywords)
         except TypeError as error:
@@ -259,21 +252,6 @@ class Arguments:
         return named
 
 
-def _unpacked(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments and keywords, as a stage passes it to its first layer."""
-    if isinstance(batch, tuple):
-        return batch, {}
-    return ((), batch) if isinstance(batch, dict) else ((batch,), {})
-
-
-def _count(structure: Any) -> int:
-    if structure[0] == "t":
-        return 1
-    if structure[0] == "v":
-        return 0
-    return sum(map(_count, structure[-1]))
-
-
-def _shown(structure: Any) -> str:
-    words: Any = ["tensor"] * _count(structure)
-    return str(unflatten(structure, words))
+def _number(size: Any) -> int | None:
+    """The number that a size became in a trace; None if it is still symbolic."""
+    return int(size) if isinstance(size, int) or size.is_number else None

@@ -123,6 +123,20 @@ def texts(graph: fx.Graph) -> list[str]:
     ]
 
 
+def place(
+    graph: fx.Graph, device: torch.device, old: torch.device | None = None
+) -> None:
+    """Makes code create its tensors on a device, instead of on `old` or anywhere."""
+
+    def placed(value: Any) -> Any:
+        is_old = isinstance(value, torch.device) and old in (None, value)
+        return device if is_old else value
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, placed)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
+
+
 def where(node: fx.Node) -> str:
     """Text that names the submodules before and after a node, for messages."""
     before, after, is_seen = "the input", "the output", False

@@ -7,9 +7,9 @@ the blocks (positions, masks) depends on it. The blocks receive transformers' ow
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib import import_module
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,31 +91,28 @@ def traced_forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-@final
-class CachedSegment(nn.Module):
-    """A layer of a cut model that accepts `cache=` from `Pipeline.generate`.
+def after_past(
+    arguments: Arguments | None,
+    values: Sequence[Any],
+    keywords: dict[str, Any],
+    cache: dict[str, Any],
+) -> list[Any]:
+    """Inputs of a layer's code, which end with its cache of keys and values.
 
     Args:
-        part: part of the model's forward, whose last argument is the cache.
-        arguments: arguments of the model's trace, if this is its first part.
+        arguments: arguments of the model's trace, for its first layer.
+        values: the layer's inputs for new positions.
+        keywords: the first layer's keywords.
+        cache: the layer's cache in `Pipeline.generate`, empty at first.
     """
-
-    def __init__(self, part: nn.Module, arguments: Arguments | None) -> None:
-        super().__init__()
-        self.part = part
-        self._arguments = arguments
-
-    def forward(self, *values: Any, cache: dict[str, Any], **keywords: Any) -> Any:
-        """Runs the part on new positions, which follow those in the cache."""
-        if PAST not in cache:
-            cache[PAST], cache["length"] = _dynamic_cache(), 0
-        given: Any = values
-        if self._arguments is not None:
-            keywords[_name(self._arguments.signature)] = _past(cache["length"])
-            found = self._arguments.tensors_of(values, keywords)
-            given = [one.to(found[0].device) for one in found]
-            cache["length"] += given[0].shape[1]
-        return self.part(*given, cache[PAST])
+    if PAST not in cache:
+        cache[PAST], cache["length"] = _dynamic_cache(), 0
+    if arguments is not None:
+        past = {_name(arguments.signature): _past(cache["length"])}
+        found = arguments.tensors_of(values, {**keywords, **past})
+        values = [one.to(found[0].device) for one in found]
+        cache["length"] += found[0].shape[1]
+    return [*values, cache[PAST]]
 
 
 def _dynamic_cache() -> Any:

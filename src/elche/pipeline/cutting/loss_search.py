@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from elche.pipeline.cutting.arguments import Arguments
-from elche.pipeline.cutting.between import base_of, changes
+from elche.pipeline.cutting.between import base_of, changes, place
 from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.cutting.tracing import expression
 from elche.pipeline.cutting.whole_calls import call_whole
@@ -49,15 +49,14 @@ def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss
             copies[node] = made.node_copy(node, copies.__getitem__)
     made.output(copies[loss.args[1]])
     inputs = [node for node in made.nodes if node.op == "placeholder"]
+    place(made, torch.device("cpu"))
     for node in made.nodes:
         is_known = node in inputs or node.op == "output" or node.target is torch.tensor
         if not is_known and not isinstance(node.target, _OPERATOR):
             fault = f"the labels of this one depend on {node.name}"
             return OwnLoss(arguments, fault=fault)
         node.meta = {}  # it would keep the trace alive
-        node.args = fx.node.map_aggregate(node.args, _on_cpu)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, _on_cpu)
-    pairs = zip(arguments.owners(), inputs, strict=True)
+    pairs = zip(arguments.owners, inputs, strict=True)
     used = frozenset(name for name, node in pairs if node.users)
     return OwnLoss(arguments, fx.GraphModule({}, made), used)
 
@@ -70,7 +69,7 @@ def _fault(graph: fx.Graph, loss: Any, arguments: Arguments) -> str:
     by_samples = loss.target in _BY_SAMPLES
     if not is_plain or not (by_samples or loss.target == _CROSS_ENTROPY):
         return f"this one ends in {loss.target}"
-    inputs = zip(arguments.owners(), graph.nodes, strict=False)
+    inputs = zip(arguments.owners, graph.nodes, strict=False)
     firsts = [_sizes(node) for name, node in inputs if name == arguments.first]
     batch = next(size for size, *_ in filter(None, firsts))
     sizes, others = map(_sizes, loss.args[:2])
@@ -96,7 +95,3 @@ def _needed(graph: fx.Graph, labels: fx.Node) -> set[fx.Node]:
             needed |= {node, *node.all_input_nodes}
             needed |= set(map(base_of, node.all_input_nodes))
     return needed
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value

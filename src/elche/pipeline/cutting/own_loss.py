@@ -47,12 +47,9 @@ class OwnLoss:
         Returns:
             The number; None for a mean over samples, and without labels.
         """
-        args = batch if isinstance(batch, tuple) else (batch,)
-        if isinstance(batch, dict):
-            args, keywords = (), {**batch, **keywords}
-        named = self.arguments.named(args, keywords)
+        named = self.arguments.of_batch(batch, keywords)
         if self.labels is None or any(named.get(name) is None for name in self.used):
             return None
         given = {name: iter(flatten(named[name], name)[0]) for name in self.used}
-        read = [n in given and next(given[n]).cpu() for n in self.arguments.owners()]
+        read = [n in given and next(given[n]).cpu() for n in self.arguments.owners]
         return float((self.labels(*read) != IGNORED).sum())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -11,15 +10,10 @@ from torch import fx, nn
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import REMEDY
-from elche.pipeline.cutting.between import base_of, changes, texts, where
-from elche.pipeline.cutting.caching import (
-    CACHE_MARK,
-    PAST,
-    CachedSegment,
-    takes_cache,
-)
+from elche.pipeline.cutting.between import base_of, changes, place, texts, where
+from elche.pipeline.cutting.caching import CACHE_MARK, PAST, after_past, takes_cache
 from elche.pipeline.cutting.loss_search import find_own_loss
-from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_again, trace_calls
+from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_calls
 from elche.pipeline.cutting.whole_calls import call_whole
 from elche.pipeline.cutting.whole_modules import (
     CutChoice,
@@ -33,23 +27,31 @@ from elche.torch_internals.batches import tree_map, tree_structure
 _LOCAL = ("placeholder", "get_attr", "output")
 
 
-@final
 class Segment(nn.Module):
     """A part of a model's forward; accepts and returns the values live at its ends.
 
+    Attributes:
+        arguments: arguments of the model's trace, if this is its first part.
+        own_loss: the loss that the model computes itself in training, if any; known to
+            the first part.
+
     Args:
-        body: the part's code and the model's modules in it.
-        codes: code in training (True) and in evaluation; one if they are equal.
-        device: device of the trace.
+        model: the model.
+        trace: the model's trace.
+        codes: the part's code in training (True) and in evaluation; one if they are
+            equal.
     """
 
+    arguments: Any = None
+    own_loss: Any = None
+
     def __init__(
-        self, body: fx.GraphModule, codes: dict[bool, Code], device: torch.device
+        self, model: nn.Module, trace: ModelTrace, codes: dict[bool, Code]
     ) -> None:
         super().__init__()
-        self.body = body
-        self._codes = codes
-        self._device = device
+        self.training = model.training  # it stands for the model's own code
+        self.body = _body(model, trace.stand_ins.held, codes)
+        self._codes, self._device = codes, trace.stand_ins.device
         self._mode = next(iter(codes))
 
     def forward(self, *values: Any) -> Any:
@@ -81,156 +83,110 @@ class Segment(nn.Module):
 
     def _write(self, device: torch.device, mode: bool) -> None:
         """Makes the body run the code of a mode, with new tensors on a device."""
-        old = self._device
-
-        def placed(value: Any) -> Any:
-            return device if isinstance(value, torch.device) and value == old else value
-
         for code in self._codes.values():
-            for node in code.graph.nodes:
-                node.args = fx.node.map_aggregate(node.args, placed)
-                node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
+            place(code.graph, device, self._device)
         self._device, self._mode = device, mode
         self.body.graph = self._codes[mode].graph  # compiles it
 
 
 @final
-class FirstSegment(nn.Module):
-    """The first part, with the arguments of the model's forward.
-
-    Attributes:
-        arguments: arguments of the model's trace.
-        own_loss: the loss that the model computes itself in training, if any.
-
-    Args:
-        rest: the part's code.
-        trace: the model's trace.
-    """
-
-    def __init__(self, rest: Segment, trace: ModelTrace) -> None:
-        super().__init__()
-        self.rest, self.arguments = rest, trace.arguments
-        training = trace.codes.get(True)
-        self.own_loss = training and find_own_loss(
-            training.graph, training.output, trace.arguments
-        )
+class FirstSegment(Segment):
+    """The first part, with the arguments of the model's forward."""
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Runs the part on a batch like the sample, of any size."""
-        return self.rest(*self.arguments.tensors_of(args, keywords))
+        return super().forward(*self.arguments.tensors_of(args, keywords))
 
-    def omits(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
-        """Arguments with tensors in the sample that a batch leaves out, or has as None.
 
-        Raises:
-            ConfigError: the model's forward does not take the batch.
-        """
-        return self.arguments.omitted_by(batch, keywords)
+@final
+class CachedSegment(Segment):
+    """A part that accepts `cache=` from `Pipeline.generate`."""
+
+    def forward(self, *values: Any, cache: dict[str, Any], **keywords: Any) -> Any:  # type: ignore[override]
+        """Runs the part on new positions, which follow those in the cache."""
+        return super().forward(*after_past(self.arguments, values, keywords, cache))
 
 
 def cut_model(
-    model: nn.Module, points: SplitPoints | None, sample: Any
+    model: nn.Module,
+    points: SplitPoints | None,
+    sample: Any,
+    omitted: Collection[str] | None = None,
+    has_cache: bool = False,
 ) -> list[nn.Module]:
     """Cuts a model into layers that hold its own modules.
 
     Args:
-        model: any module; it is not modified.
+        model: any module; it is not modified. If it is cut again, its parts may be on
+            several devices.
         points: see `elche.pipeline.pipeline_config.PipelineConfig.split_points`; None
             cuts around the members of its chains of blocks.
         sample: one microbatch of its input.
+        omitted: to cut the model again, for evaluation alone: arguments of the sample
+            that are None.
+        has_cache: whether layers take a cache, see `elche.pipeline.cutting.caching`.
 
     Raises:
-        ConfigError: there is no such submodule, or the code between uncut submodules
-            cannot be cut.
+        ConfigError: there is no such submodule, the code between uncut submodules
+            cannot be cut, or traced without these arguments or with a cache.
     """
     if sample is None:
         raise ConfigError(
             f"a {type(model).__name__} is cut by tracing it: give sample=, one "
             "microbatch of its input; or the layers with split=lambda model: [...]"
         )
-    layers = _cut(model, points, sample, trace_calls)
-    if points is not None and len(layers) <= len(points):
+    if has_cache and not takes_cache(model):
+        raise ConfigError("no layer takes cache=")
+    choice = at_blocks(model) if points is None else at_points(model, points)
+    whole = {id(model.get_submodule(name)): name for name in choice.whole}
+    trace = trace_calls(model, whole, sample, omitted, has_cache)
+    made: list[Segment] = []
+    for codes in _layers(model, choice, trace):
+        kind = CachedSegment if has_cache else Segment if made else FirstSegment
+        made.append(kind(model, trace, codes))
+    made[0].arguments = given = trace.arguments
+    if code := trace.codes.get(True):
+        made[0].own_loss = find_own_loss(code.graph, code.output, given)
+    if points is not None and len(made) <= len(points):
         raise ConfigError(
-            f"the split points {list(points)} cut the model into {len(layers)} layers; "
+            f"the split points {list(points)} cut the model into {len(made)} layers; "
             "expected names of submodules that forward calls, with others before or "
             "between them"
         )
-    return layers
-
-
-def cut_again(
-    model: nn.Module,
-    points: SplitPoints | None,
-    sample: Any,
-    omitted: Collection[str],
-    has_cache: bool,
-) -> list[nn.Module]:
-    """Cuts the model into the layers of `cut_model`, for evaluation alone.
-
-    Args:
-        model: model to cut; its parts may be on several devices.
-        points: as in `cut_model`.
-        sample: as in `cut_model`.
-        omitted: arguments of the sample that are None.
-        has_cache: whether layers take a cache, see `elche.pipeline.cutting.caching`.
-
-    Raises:
-        ConfigError: its forward cannot be traced without these arguments, or with a
-            cache.
-    """
-    if has_cache and not takes_cache(model):
-        raise ConfigError("no layer takes cache=")
-    trace_by = partial(trace_again, omitted=omitted, has_cache=has_cache)
-    return _cut(model, points, sample, trace_by)
-
-
-def _cut(
-    model: nn.Module,
-    points: SplitPoints | None,
-    sample: Any,
-    trace_by: Callable[[nn.Module, Mapping[int, str], Any], ModelTrace],
-) -> list[nn.Module]:
-    choice = at_blocks(model) if points is None else at_points(model, points)
-    whole = {id(model.get_submodule(name)): name for name in choice.whole}
-    trace = trace_by(model, whole, sample)
-    layers = _layers(model, choice, trace)
-    made: list[nn.Module] = []
-    for index, codes in enumerate(layers):
-        body = _body(model, trace.held, codes)
-        segment = Segment(body, codes, trace.device)
-        segment.training = model.training  # it stands for the model's own code
-        if trace.is_cached:
-            made.append(CachedSegment(segment, None if index else trace.arguments))
-        else:
-            made.append(segment if index else FirstSegment(segment, trace))
-    _check_buffers(trace.changed, made)
+    for name, one in trace.stand_ins.changed().items():
+        holders = sum(any(one is each for each in layer.buffers()) for layer in made)
+        if holders > 1:
+            raise ConfigError(
+                f"forward changes the buffer {name} in {holders} layers, because "
+                "its module runs more than once; cut so that it runs in one layer "
+                "(split_points=), or give each call a module of its own"
+            )
     called = {name for one in trace.codes.values() for name in _called(one.graph.nodes)}
     for name in choice.whole:
         if name not in called:  # unused by forward, but part of the model's state
-            body.add_submodule(name, model.get_submodule(name))
-    return made
+            made[-1].body.add_submodule(name, model.get_submodule(name))
+    return [*made]
 
 
 def _layers(
     model: nn.Module, choice: CutChoice, trace: ModelTrace
 ) -> list[dict[bool, Code]]:
-    """Cuts the traces into the codes of each layer.
+    """Cuts the traces into the codes of each layer; one, if its modes' are equal.
 
     Raises:
         ConfigError: training and evaluation call different submodules.
     """
-    made: dict[bool, list[Code]] = {}
+    made: list[list[dict[bool, Code]]] = []
     called: list[list[list[str]]] = []
     for mode, one in trace.codes.items():
-        parts = _parts(one.graph, choice)
-        if choice.merges:
-            parts = _merged(parts, model)
+        parts = _parts(one.graph, choice, model)
         ends = _live(one.graph, parts)
         outputs = [None] * (len(parts) - 1) + [one.output]
-        made[mode] = [
-            Code(_graph(nodes, ends[i], ends[i + 1], trace.is_cached), outputs[i])
+        graphs = [
+            _graph(nodes, ends[i], ends[i + 1], trace.is_cached)
             for i, nodes in enumerate(parts)
         ]
+        made.append([{mode: Code(*each)} for each in zip(graphs, outputs, strict=True)])
         called.append([_called(nodes) for nodes in parts])
     if called[0] != called[-1]:
         names = [{name for each in one for name in each} for one in called]
@@ -239,43 +195,28 @@ def _layers(
             f"({', '.join(sorted(names[0] ^ names[-1])) or 'in another order'}); "
             f"{REMEDY}"
         )
-    codes = [
-        dict(zip(made, each, strict=True)) for each in zip(*made.values(), strict=True)
-    ]
-    return [
-        each if _differ(*each.values()) else dict([*each.items()][:1]) for each in codes
-    ]
+    both = zip(made[0], made[-1], strict=True)
+    return [one if _form(one) == _form(other) else one | other for one, other in both]
 
 
-def _differ(one: Code, other: Code | None = None) -> bool:
-    """True if the codes of two modes differ."""
-    return other is not None and (
-        texts(one.graph) != texts(other.graph)
-        or tree_structure(one.output) != tree_structure(other.output)
-    )
+def _form(codes: dict[bool, Code]) -> Any:
+    """The code of one mode in a form to compare."""
+    (code,) = codes.values()
+    return texts(code.graph), tree_structure(code.output)
 
 
-def _check_buffers(
-    changed: Mapping[str, torch.Tensor], layers: Sequence[nn.Module]
-) -> None:
-    for name, one in changed.items():
-        holders = [
-            layer for layer in layers if any(one is each for each in layer.buffers())
-        ]
-        if len(holders) > 1:
-            raise ConfigError(
-                f"forward changes the buffer {name} in {len(holders)} layers, because "
-                "its module runs more than once; cut so that it runs in one layer "
-                "(split_points=), or give each call a module of its own"
-            )
-
-
-def _parts(graph: fx.Graph, choice: CutChoice) -> list[list[fx.Node]]:
+def _parts(graph: fx.Graph, choice: CutChoice, model: nn.Module) -> list[list[fx.Node]]:
     """Nodes of each layer in order.
 
     A layer begins with a call. Code after a call, which may change its result in place,
-    stays in the call's layer.
+    stays in the call's layer. Without split points, layers without parameters, which no
+    optimizer accepts, join their neighbours.
     """
+
+    def learns(nodes: list[fx.Node]) -> bool:
+        named = map(model.get_submodule, _called(nodes))
+        return not choice.merges or any(map(has_parameters, named))
+
     parts: list[list[fx.Node]] = [[]]
     last: str | None = None
     for node in graph.nodes:
@@ -283,28 +224,16 @@ def _parts(graph: fx.Graph, choice: CutChoice) -> list[list[fx.Node]]:
             continue
         if node.target is call_whole:
             name = str(node.args[0])
-            if last is not None and (name in choice.before or last in choice.after):
+            is_end = last is not None and (
+                name in choice.before or last in choice.after
+            )
+            if is_end and learns(parts[-1]):
                 parts.append([])
             last = name
         parts[-1].append(node)
+    if len(parts) > 1 and not learns(parts[-1]):
+        parts[-2:] = [parts[-2] + parts[-1]]
     return parts
-
-
-def _merged(parts: list[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:
-    """Joins layers without parameters, which no optimizer accepts, to neighbours."""
-
-    def learns(nodes: list[fx.Node]) -> bool:
-        return any(has_parameters(model.get_submodule(name)) for name in _called(nodes))
-
-    made = [parts[0]]
-    for nodes in parts[1:]:
-        if learns(made[-1]):
-            made.append(nodes)
-        else:
-            made[-1] = made[-1] + nodes
-    if len(made) > 1 and not learns(made[-1]):
-        made[-2:] = [made[-2] + made[-1]]
-    return made
 
 
 def _called(nodes: Iterable[fx.Node]) -> list[str]:
@@ -315,23 +244,18 @@ def _called(nodes: Iterable[fx.Node]) -> list[str]:
 def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
     """Values live at the ends of layers, including the input and the output."""
     number = {node: index for index, nodes in enumerate(parts) for node in nodes}
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     last = {
         node: max((number.get(user, len(parts) - 1) for user in node.users), default=-1)
         for node in graph.nodes
+        if node.op not in ("get_attr", "output")
     }
-    ends = [inputs]
-    for index in range(1, len(parts)):
-        ends.append(
-            [
-                node
-                for node in graph.nodes
-                if node.op not in ("get_attr", "output")
-                and number.get(node, -1) < index <= last[node]
-            ]
-        )
-    output = next(node for node in graph.nodes if node.op == "output")
-    return [*ends, list(output.args[0])]
+    between = [
+        [node for node in last if number.get(node, -1) < index <= last[node]]
+        for index in range(1, len(parts))
+    ]
+    *_, output = graph.nodes
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return [inputs, *between, list(output.args[0])]
 
 
 def _graph(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from elche.devices import random_state
-from elche.pipeline.cutting.arguments import Arguments
 from elche.torch_internals.batches import tree_map
 from elche.torch_internals.held import held_buffers, held_parameters, version
 from elche.torch_internals.passes import FakeTensorMode, unset_fake_temporarily
@@ -29,54 +28,52 @@ class StandIns:
 
     Args:
         model: model with the real tensors.
-        arguments: the sample.
+        samples: the sample's tensors.
+        device: device of the trace.
 
     Attributes:
         mode: fake tensor mode, whose sizes are symbols.
         inputs: fake tensors of the sample.
         held: the model's own parameters and buffers, by a name for traces.
         names: that name of each fake parameter and buffer, by id.
+        device: the argument.
     """
 
-    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+    def __init__(
+        self, model: nn.Module, samples: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
         self.mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
-        self.inputs = [self._fake(one) for one in arguments]
-        self._model, self._device = model, arguments.device
+        self.inputs: list[torch.Tensor] = []
+        for one in samples:
+            sizes: Any = [DimDynamic.DYNAMIC] * one.dim()
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+            self.inputs.append(self.mode.from_tensor(one, symbolic_context=context))
+        self._model, self.device = model, device
         self._named = dict((*model.named_parameters(), *model.named_buffers()))
         self._fakes = {
             id(one): self.mode.from_tensor(
-                one
-                if one.device == self._device
-                else torch.empty_like(one, device=self._device),
+                one if one.device == device else torch.empty_like(one, device=device),
                 static_shapes=True,
             )
             for one in self._named.values()
         }
         self.held = {f"held_{i}": one for i, one in enumerate(self._named.values())}
         self.names = {id(self._fakes[id(one)]): own for own, one in self.held.items()}
-        self._samples = dict(zip(map(id, self.inputs), arguments, strict=True))
+        self._samples = dict(zip(map(id, self.inputs), samples, strict=True))
         self._sizes: list[tuple[Any, int]] = [
             (size, number)
-            for fake, one in zip(self.inputs, arguments, strict=True)
+            for fake, one in zip(self.inputs, samples, strict=True)
             for size, number in zip(fake.shape, one.shape, strict=True)
             if isinstance(size, torch.SymInt)
         ]
         self._versions = {key: version(fake) for key, fake in self._fakes.items()}
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        sizes = [DimDynamic.DYNAMIC] * tensor.dim()
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-        made: torch.Tensor = self.mode.from_tensor(tensor, symbolic_context=context)
-        return made
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
+    def patched(self) -> AbstractContextManager[None]:
         """Puts the fake tensors into the model, and restores the real ones afterwards.
 
         `torch.func.functional_call` would leave them in a module that is used twice.
         """
-        with _replaced(self._model, lambda one: self._fakes[id(one)]):
-            yield
+        return _replaced(self._model, lambda one: self._fakes[id(one)])
 
     def computed(self, module: nn.Module, args: Any, keywords: Any) -> Any:
         """Runs a patched module on real tensors, because its code depends on values.
@@ -100,14 +97,8 @@ class StandIns:
         sizes: dict[tuple[int, int], Any] = {}
         for i, (size, n) in enumerate(symbols.values()):
             sizes[n, n - 1 - i if n > i + 2 else n + 1 + i] = size
-        found, again = (
-            self._run(
-                module,
-                (args, keywords),
-                {size.node.expr: pair[turn] for pair, size in sizes.items()},
-            )
-            for turn in (0, 1)
-        )
+        turns = [{s.node.expr: pair[i] for pair, s in sizes.items()} for i in (0, 1)]
+        found, again = (self._run(module, (args, keywords), turn) for turn in turns)
         learns = any(one.requires_grad for one in module.parameters())
 
         def fake(one: Any, other: Any) -> Any:
@@ -118,7 +109,7 @@ class StandIns:
             pairs = zip(one.shape, other.shape, strict=True)
             shape = [n if n == m else sizes[n, m] for n, m in pairs]
             with self.mode:
-                made = torch.empty(shape, dtype=one.dtype, device=self._device)
+                made = torch.empty(shape, dtype=one.dtype, device=self.device)
                 return made.requires_grad_(learns and one.is_floating_point()).clone()
 
         return tree_map(fake, found, again)
@@ -140,7 +131,7 @@ class StandIns:
             shape = [evaluated(one) for one in value.shape]
             return _with_values(value, self._samples.get(id(value)), shape)
 
-        devices = [self._device] if self._device.type != "meta" else []
+        devices = [self.device] if self.device.type != "meta" else []
         with (
             unset_fake_temporarily(),
             random_state.forked(devices),

@@ -7,7 +7,7 @@ user's own module, with its name, hooks, mode and random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -49,87 +49,40 @@ class ModelTrace:
 
     Attributes:
         codes: code in training (True) and in evaluation.
-        held: the model's parameters and buffers, by their names in the graphs.
-        changed: buffers that forward changes, by the model's names.
         arguments: arguments of the traced forward.
-        device: device of the trace.
+        stand_ins: the model's tensors in the trace.
         is_cached: whether modules receive a cache, as `CACHE_MARK`.
     """
 
     codes: dict[bool, Code]
-    held: dict[str, torch.Tensor]
-    changed: dict[str, torch.Tensor]
     arguments: Arguments
-    device: torch.device
-    is_cached: bool = False
+    stand_ins: StandIns
+    is_cached: bool
 
 
-def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> ModelTrace:
-    """Traces a model in training and in evaluation.
+def trace_calls(
+    model: nn.Module,
+    whole: Mapping[int, str],
+    sample: Any,
+    omitted: Collection[str] | None = None,
+    has_cache: bool = False,
+) -> ModelTrace:
+    """Traces a model in training and in evaluation, or again in evaluation alone.
 
     Args:
         model: the user's model, possibly on the meta device; it is not modified.
         whole: name of each uncut submodule, by id.
         sample: one microbatch of its input.
+        omitted: see `elche.pipeline.cutting.segments.cut_model`.
+        has_cache: see there.
 
     Raises:
         ConfigError: the code between the submodules cannot be traced.
     """
-    arguments = Arguments.read(model, sample, _device_of(model))
-    return _trace(model, whole, arguments, (True, False))
-
-
-def trace_again(
-    model: nn.Module,
-    whole: Mapping[int, str],
-    sample: Any,
-    omitted: Collection[str],
-    has_cache: bool,
-) -> ModelTrace:
-    """Traces a model in evaluation; see `elche.pipeline.cutting.segments.cut_again`.
-
-    Args:
-        model: model whose parts may be on several devices.
-        whole: as in `trace_calls`.
-        sample: as in `trace_calls`.
-        omitted: arguments of the sample that are None.
-        has_cache: whether there is a cache of keys and values, of any length.
-
-    Raises:
-        ConfigError: the code between the submodules cannot be traced.
-    """
-    devices = {one.device for one in (*model.parameters(), *model.buffers())}
-    device = devices.pop() if len(devices) == 1 else torch.device("meta")
+    device = _device_of(model, may_differ=omitted is not None)
     read = cached_arguments if has_cache else Arguments.read
-    arguments = read(model, sample, device, omitted)
-    return _trace(model, whole, arguments, (False,), is_cached=has_cache)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    held = [*model.parameters(), *model.buffers(), torch.empty(0, device="cpu")]
-    device = held[0].device
-    if device.type == "meta":  # computed buffers may have values already
-        held = [*model.parameters(), held[-1]]
-    other = next((one.device for one in held[:-1] if one.device != device), device)
-    if other != device:
-        remedy = "move it to one device, the pipeline moves each rank's part to its own"
-        if "meta" in (device.type, other.type):
-            remedy = (
-                "build all of it on the meta device, and load the weights into the "
-                'pipeline (init="load", then pipe.load or pipe.load_state_dict)'
-            )
-        raise ConfigError(f"the model is on {device} and on {other}; {remedy}")
-    return device
-
-
-def _trace(
-    model: nn.Module,
-    whole: Mapping[int, str],
-    arguments: Arguments,
-    modes: Sequence[bool],
-    is_cached: bool = False,
-) -> ModelTrace:
-    stand_ins = StandIns(model, arguments)
+    arguments = read(model, sample, device, omitted or ())
+    stand_ins = StandIns(model, arguments.tensors, device)
     fakes, mode = stand_ins.inputs, stand_ins.mode
     symbols = [[expression(size) for size in fake.shape] for fake in fakes]
     watch = ModuleCalls(model, whole, stand_ins)
@@ -139,13 +92,13 @@ def _trace(
         # Patched inside forward: the tracer has installed its own hook before.
         with watch.patched(), stand_ins.patched():
             given = arguments.filled(tensors)
-            found = traced_forward(model, given) if is_cached else model(**given)
+            found = traced_forward(model, given) if has_cache else model(**given)
             outputs.append(found)
         return tree_leaves(outputs[-1])
 
     codes: dict[bool, Code] = {}
     nothing = torch.empty(0, device="cpu")
-    for is_training in modes:
+    for is_training in (True, False) if omitted is None else (False,):
         with modes_kept([model]), _refusing(watch), torch.enable_grad(), mode:
             model.train(is_training)
             made = make_fx(forward, pre_dispatch=True)(*fakes)
@@ -153,24 +106,34 @@ def _trace(
         output = tree_map(lambda one: nothing, outputs[-1])
         codes[is_training] = Code(graph, output)
     sizes = [[expression(size) for size in fake.shape] for fake in fakes]
-    fixed = [[_number(size) for size in row] for row in sizes]
     guards = [one.expr for one in mode.shape_env.guards]
-    if _number(arguments.learn_dimensions(sizes, guards)) is not None:
+    if not arguments.learn(symbols, sizes, guards, has_cache):
         raise ConfigError(
             f"forward of {type(model).__name__} fixes the number of samples at that of "
             f"the sample, {arguments.samples}; compute it from the input's shape, or "
             "cut by hand with split=lambda model: [...]"
         )
-    # No guard holds for a cache's length and the new positions (later just one).
-    arguments.learn_sizes(symbols, fixed, [] if is_cached else guards)
-    return ModelTrace(
-        codes=codes,
-        held=stand_ins.held,
-        changed=stand_ins.changed(),
-        arguments=arguments,
-        device=arguments.device,
-        is_cached=is_cached,
-    )
+    return ModelTrace(codes, arguments, stand_ins, has_cache)
+
+
+def _device_of(model: nn.Module, may_differ: bool) -> torch.device:
+    """Device of a model; meta if its parts are on several and `may_differ`."""
+    devices = [one.device for one in (*model.parameters(), *model.buffers())]
+    device = devices[0] if devices else torch.device("cpu")
+    if device.type == "meta":  # computed buffers may have values already
+        devices = [one.device for one in model.parameters()]
+    other = next((one for one in devices if one != device), None)
+    if other is None:
+        return device
+    if may_differ:
+        return torch.device("meta")
+    remedy = "move it to one device, the pipeline moves each rank's part to its own"
+    if "meta" in (device.type, other.type):
+        remedy = (
+            "build all of it on the meta device, and load the weights into the "
+            'pipeline (init="load", then pipe.load or pipe.load_state_dict)'
+        )
+    raise ConfigError(f"the model is on {device} and on {other}; {remedy}")
 
 
 @contextmanager
@@ -202,9 +165,3 @@ def _refusing(calls: ModuleCalls) -> Iterator[None]:
 def expression(size: Any) -> Any:
     """A size of a traced tensor: a number, or an expression of symbols."""
     return size if isinstance(size, int) else size.node.expr
-
-
-def _number(expression: Any) -> int | None:
-    """The number that a size became in a trace; None if it is still symbolic."""
-    is_number = isinstance(expression, int) or expression.is_number
-    return int(expression) if is_number else None

@@ -65,7 +65,6 @@ class ModuleCalls:
             for owner in type(one).__mro__
             if issubclass(owner, nn.Module) and "__call__" in owner.__dict__
         }
-        self._stack: list[str] = []
         self._opaque = 0
         self.inside = type(model).__name__
 
@@ -85,17 +84,13 @@ class ModuleCalls:
         def called(module: nn.Module, *args: Any, **keywords: Any) -> Any:
             if self._opaque or id(module) not in self._names:
                 return call(module, *args, **keywords)
-            name = self._names[id(module)]
-            self._stack.append(
-                f"{name} ({type(module).__name__})" if name else type(module).__name__
-            )
-            self.inside = self._stack[-1]
+            name, kind, outer = self._names[id(module)], type(module), self.inside
+            self.inside = f"{name} ({kind.__name__})" if name else kind.__name__
             if id(module) in self._whole:
                 found = self._record(module, args, keywords)
             else:
                 found = call(module, *args, **keywords)
-            self._stack.pop()
-            self.inside = self._stack[-1] if self._stack else self.inside
+            self.inside = outer
             return found
 
         return called

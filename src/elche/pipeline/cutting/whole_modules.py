@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
@@ -71,11 +71,11 @@ def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
                 f"{point!r}"
             )
 
-    def opened(name: str) -> bool:
+    def opens(name: str) -> bool:
         return any(one.startswith(f"{name}.") for one in ends)
 
     return CutChoice(
-        whole=tuple(_whole(model, "", opened)),
+        whole=tuple(_whole(model, opens)),
         before=frozenset(n for n, end in ends.items() if end == "BEGINNING"),
         after=frozenset(n for n, end in ends.items() if end == "END"),
     )
@@ -87,26 +87,20 @@ def at_blocks(model: nn.Module) -> CutChoice:
     Chains are its outermost ModuleLists and Sequentials, and those directly in them. A
     model without chains may be cut between any of its children.
     """
-    chains = {
-        name: one for name, one in model.named_modules() if isinstance(one, _CHAINS)
-    }
-    opened = {
-        name
-        for name, one in model.named_modules()
-        if not isinstance(one, _CHAINS)
-        and any(chain.startswith(f"{name}.") for chain in chains)
-        and not _is_inside(name, chains)
-    }
-    whole = tuple(_whole(model, "", lambda name: name in opened or name in chains))
-    members = frozenset(
-        name for name in whole if isinstance(_parent(model, name), _CHAINS)
-    )
-    if not members:
-        members = frozenset(
-            name for name in whole if has_parameters(model.get_submodule(name))
-        )
-        return CutChoice(whole, members, frozenset(), merges=True)
-    return CutChoice(whole, members, members, merges=True)
+    modules = dict(model.named_modules())
+    chains = [name for name, one in modules.items() if isinstance(one, _CHAINS)]
+
+    def opens(name: str) -> bool:
+        is_inside = any(one and name.startswith(f"{one}.") for one in chains)
+        has_chain = any(one.startswith(f"{name}.") for one in chains)
+        return name in chains or (has_chain and not is_inside)
+
+    whole = tuple(_whole(model, opens))
+    members = frozenset(n for n in whole if isinstance(_parent(model, n), _CHAINS))
+    if members:
+        return CutChoice(whole, members, members, merges=True)
+    members = frozenset(n for n in whole if has_parameters(model.get_submodule(n)))
+    return CutChoice(whole, members, frozenset(), merges=True)
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -114,18 +108,15 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _whole(module: nn.Module, prefix: str, opened: Any) -> Iterator[str]:
+def _whole(
+    module: nn.Module, opens: Callable[[str], bool], prefix: str = ""
+) -> Iterator[str]:
     for own, child in module.named_children():
         name = f"{prefix}{own}"
-        if isinstance(child, _LISTS) or opened(name):
-            yield from _whole(child, f"{name}.", opened)
+        if isinstance(child, _LISTS) or opens(name):
+            yield from _whole(child, opens, f"{name}.")
         else:
             yield name
-
-
-def _is_inside(name: str, chains: Mapping[str, nn.Module]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:end]) in chains for end in range(1, len(parts)))
 
 
 def _parent(model: nn.Module, name: str) -> nn.Module:

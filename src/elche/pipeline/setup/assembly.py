@@ -14,7 +14,7 @@ from torch import nn
 from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig
-from elche.pipeline.setup.building import LayerList, join_ties
+from elche.pipeline.setup.building import LayerList
 from elche.pipeline.setup.meta_tensors import MetaTensors
 from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.split_backward.backward import StageBackward
@@ -26,8 +26,6 @@ from elche.schedule.actions import Kind
 from elche.schedule.formats import to_text
 
 logger = logging.getLogger(__name__)
-
-EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -101,23 +99,21 @@ class Parts:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """This rank's layers, in the model's order."""
-        return tuple(
-            layer for one in self.stages.values() for layer in one.stage.layers
-        )
+        return tuple(self.built.values())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under the model's names, each listed once."""
         return named_parameters(self.layers)
 
     def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
-        """See `elche.pipeline.cutting.segments.FirstSegment.omits`; on the first rank.
+        """See `elche.pipeline.cutting.arguments.Arguments`; on the first rank.
 
         Empty for layers that elche did not cut, which take whatever they take.
         """
         if batch is None or self.given.layers.cut_again is None:
             return []
         first: Any = self.built[0].module
-        omitted: list[str] = first.omits(batch, keywords)
+        omitted: list[str] = first.arguments.omitted_by(batch, keywords)
         return omitted
 
     def detach(self) -> None:
@@ -160,7 +156,7 @@ class Parts:
         here. Extra state belongs to no rank. For a split model, all names are known.
         """
         layers = self.given.layers
-        if name in layers.state_names or name.endswith(EXTRA_STATE):
+        if name in layers.state_names or name.endswith("_extra_state"):
             return True
         return any(
             name == prefix or name.startswith(f"{prefix}.")
@@ -183,41 +179,26 @@ def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> 
         ConfigError: a layer cannot be built.
     """
     rank = 0 if peers is None else peers.rank
-    layers, seed = given.layers, _seed(given, plan)
+    layers, seed = given.layers, given.config.seed
+    if seed is None and plan.schedule.num_ranks > 1:
+        # Else, after one manual_seed in the script, equal layers on two ranks would
+        # start equal and share dropout masks, and loaders would shuffle differently on
+        # the ranks of the batch and of the target.
+        seed = torch.initial_seed()
     places = {index: plan.layers_of(index) for index in plan.schedule.stages_of(rank)}
-    built = {
-        index: layer
-        for mine in places.values()
-        for index, layer in zip(
-            mine, layers.build(mine, given.device, seed, given.meta), strict=True
-        )
-    }
-    join_ties(given.ties, built)
+    mine = [index for some in places.values() for index in some]
+    built = layers.build(mine, given.device, seed, given.meta)
     stages: dict[int, StageBackward] = {}
-    for index, mine in places.items():
-        own = [built[layer] for layer in mine]
-        unsplit = [layer - mine.start for layer in mine if layer in given.unsplit]
-        stage = Stage(index, own, layers.unpacks, seed, mine.start, unsplit)
+    for index, some in places.items():
+        own = [built[layer] for layer in some]
+        unsplit = [layer - some.start for layer in some if layer in given.unsplit]
+        stage = Stage(index, own, layers.unpacks, seed, some.start, unsplit)
         stages[index] = _runner(stage, plan, given)
-    transport = peers and peers.transport
-    executor = Executor(
-        rank, plan.schedule, stages, transport, given.loss_fn, given.device
-    )
+    ends = (peers and peers.transport, given.loss_fn, given.device)
+    executor = Executor(rank, plan.schedule, stages, *ends)
     if any(one.kind is Kind.BACKWARD_WEIGHT for one in plan.schedule.actions[rank]):
         _log_unsplit(stages)
     return Parts(given, plan, stages, executor)
-
-
-def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
-    """Seed of initialisation and dropout; None keeps torch's generators.
-
-    Several ranks always need a seed. Otherwise, after one manual_seed in the script,
-    equal layers on two ranks would start equal and share dropout masks, and loaders
-    would shuffle differently on the ranks of the batch and of the target.
-    """
-    if given.config.seed is None and plan.schedule.num_ranks > 1:
-        return torch.initial_seed()
-    return given.config.seed
 
 
 def _runner(stage: Stage, plan: PipelinePlan, given: Blueprint) -> StageBackward:

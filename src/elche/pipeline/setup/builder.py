@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -39,37 +39,29 @@ logger = logging.getLogger(__name__)
 
 
 @final
+@dataclass
 class PipelineBuilder:
     """Builds a pipeline's stages, together with all ranks.
 
-    Args:
-        model: see `elche.pipeline.Pipeline`, as for the following arguments.
-        loss_fn: see there.
-        micro_batches: see there.
-        schedule: see there.
-        devices: see there.
-        split: see there.
-        config: the settings as one object...
-        options: ...or as single options.
+    The fields are the arguments of `elche.pipeline.Pipeline`.
 
     Raises:
         ConfigError: a setting is wrong, here or on another rank.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-        micro_batches: int,
-        schedule: str | Schedule,
-        devices: Sequence[str] | None,
-        split: Split | None,
-        config: PipelineConfig | None,
-        options: Mapping[str, Any],
+    model: Any
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    micro_batches: int
+    schedule: str | Schedule
+    devices: Sequence[str] | None
+    split: Split | None
+    config: InitVar[PipelineConfig | None]
+    options: InitVar[Mapping[str, Any]]
+
+    def __post_init__(
+        self, config: PipelineConfig | None, options: Mapping[str, Any]
     ) -> None:
-        self._model, self._loss_fn, self._split = model, loss_fn, split
-        self._micro_batches, self._schedule = micro_batches, schedule
-        self._devices, self._placement = devices, read_placement()
+        self._placement = read_placement()
         try:
             facts = launch_facts()
             if facts.may_grow and facts.pipe >= 0:  # Ray replaces ranks by default
@@ -113,18 +105,18 @@ class PipelineBuilder:
     def _layers(self) -> LayerList:
         """The model's layers; cached, because cutting takes seconds."""
         points, sample = self._config.split_points, self._config.sample
-        return layers_of(self._model, self._split, points, sample)
+        return layers_of(self.model, self.split, points, sample)
 
     def _device(self) -> torch.device:
         place = self._placement
-        if self._devices is None:
+        if self.devices is None:
             return place.device
-        if len(self._devices) != place.world_size:
+        if len(self.devices) != place.world_size:
             raise ConfigError(
                 f"expected a device for each of {place.world_size} ranks, got "
-                f"{list(self._devices)}"
+                f"{list(self.devices)}"
             )
-        return check_device(self._devices[place.rank])
+        return check_device(self.devices[place.rank])
 
     @property
     def _emulation(self) -> EmulationConfig | None:
@@ -134,8 +126,8 @@ class PipelineBuilder:
 
     def _measure(self, peers: StagePeers | None) -> list[Any]:
         config = self._config
-        check_asked(self._schedule, self._micro_batches)
-        check_measuring(self._schedule, config)
+        check_asked(self.schedule, self.micro_batches)
+        check_measuring(self.schedule, config)
         device, layers = self._device(), self._layers
         limit = memory_limit(config, self._placement, device, layers)
         given = layers, config.sample, device, self._emulation
@@ -147,40 +139,36 @@ class PipelineBuilder:
         self, groups: ReplicaGroups, peers: StagePeers | None, times: Sequence[Any]
     ) -> Parts:
         device, layers, config = self._device(), self._layers, self._config
-        wanted, members = self._schedule, groups.members
+        wanted, members = self.schedule, groups.members
         unsplit: frozenset[int] = frozenset()
         if times:
-            mine = [times[rank] for rank in members]
-            rows = [[LayerMeasurement(**one) for one in row] for _, row, _ in mine]
-            own = rows[members.index(self._placement.rank)]
-            unsplit = frozenset(
-                index for index, one in enumerate(own) if not one.weight_gradient_s
-            )
+            limits, rows, probes = zip(*(times[rank] for rank in members), strict=True)
+            measured = [[LayerMeasurement(**one) for one in row] for row in rows]
+            own = enumerate(measured[members.index(self._placement.rank)])
+            unsplit = frozenset(at for at, one in own if not one.weight_gradient_s)
             assert isinstance(wanted, str), "checked by check_measuring"
-            limits = [limit for limit, _, _ in mine]
-            links = [link for _, _, links in mine for link in links]
             wanted, config = plan_measured(
-                *(rows, limits, wanted, self._micro_batches, config, links)
+                *(measured, limits, wanted, self.micro_batches, config),
+                [link for links in probes for link in links],
             )
-            idle = [
-                r for r, row in zip(members, wanted.actions, strict=True) if not row
-            ]
+            active = zip(members, wanted.actions, strict=True)
+            idle = [rank for rank, row in active if not row]
             if idle and self._placement.rank == members[0]:
                 logger.warning(
                     "ranks %s have no layers and idle: with them a step would take "
                     "longer, by the measured costs",
                     idle,
                 )
-        plan = make_plan(wanted, self._micro_batches, len(members), len(layers), config)
+        plan = make_plan(wanted, self.micro_batches, len(members), len(layers), config)
         plan = replace(plan, schedule=groups.placed(plan.schedule))
-        loss_fn = _checked(self._loss_fn, layers, config)
+        loss_fn = _checked(self.loss_fn, layers, config)
         given = Blueprint(
             *(layers, loss_fn, device, config, layers.ties(), unsplit, self._meta),
             emulation=self._emulation,
         )
         parts = assemble(given, plan, peers)
-        if isinstance(self._model, torch.nn.Module):
-            self._meta.adopt(self._model)
+        if isinstance(self.model, torch.nn.Module):
+            self._meta.adopt(self.model)
         return parts
 
 

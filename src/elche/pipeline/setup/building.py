@@ -38,7 +38,7 @@ class LayerList:
         state_names: for a split model: every name of its state_dict, with all names of
             the same tensor.
         cut_again: for a model that elche cut: makes its layers again from the model's
-            own modules, without some arguments, or with `cache=`; see `cut_again` of
+            own modules, without some arguments, or with `cache=`; see `cut_model` of
             `elche.pipeline.cutting.segments`.
         owners: see `elche.pipeline.setup.pretrained.owners`.
     """
@@ -61,10 +61,19 @@ class LayerList:
 
     def describe(self) -> list[str]:
         """Names, types and shapes of built layers, which must agree between ranks."""
-        return [
-            f"{name} ({_described(source)})"
-            for name, source in zip(self.names, self.sources, strict=True)
-        ]
+        found: list[str] = []
+        for name, source in zip(self.names, self.sources, strict=True):
+            parts = ["a factory"]
+            if isinstance(source, nn.Module):
+                held = source.state_dict().items()
+                parts = [type(one).__name__ for one in source.modules()]
+                parts += [
+                    f"{own} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
+                    for own, one in held
+                    if isinstance(one, torch.Tensor)
+                ]
+            found.append(f"{name} ({', '.join(parts)})")
+        return found
 
     def ties(self) -> list[list[tuple[int, str]]]:
         """Parameters used in several places: (layer, own name) of each use."""
@@ -81,8 +90,8 @@ class LayerList:
         device: torch.device,
         seed: int | None,
         meta: MetaTensors | None = None,
-    ) -> list[Layer]:
-        """Builds layers on a device.
+    ) -> dict[int, Layer]:
+        """Builds layers on a device, by index; joins the parameters that they share.
 
         Args:
             indices: indices of the layers.
@@ -95,46 +104,38 @@ class LayerList:
             ConfigError: a factory does not make a module, or a meta layer has no
                 initialisation.
         """
-        meta = meta or MetaTensors()
+        ties, meta = self.ties(), meta or MetaTensors()
         # Afterwards every rank's script draws the same numbers, whatever it built.
         with random_state.forked([device], enabled=seed is not None):
-            return [self._build(index, device, seed, meta) for index in indices]
+            built = {at: self._build(at, device, seed, meta) for at in indices}
+        for uses in ties:  # moving separates them, if torch cannot do it in place
+            here = [(built[at].module, name) for at, name in uses if at in built]
+            for module, name in here[1:]:
+                owner, _, own = name.rpartition(".")
+                first = here[0][0].get_parameter(here[0][1])
+                held_parameters(module.get_submodule(owner))[own] = first
+        return built
 
     def _build(
         self, index: int, device: torch.device, seed: int | None, meta: MetaTensors
     ) -> Layer:
-        source, name = self.sources[index], self.names[index]
+        source = self.sources[index]
         if seed is not None:
             torch.manual_seed(hash((seed, index)) % (1 << 63))
         if not isinstance(source, nn.Module):
-            made = _made(source, index, device)
-            return Layer(name, made.to(device), self.aliases[index])
-        layer = Layer(name, source, self.aliases[index])
+            with torch.device(device):
+                source = source()
+            if not isinstance(source, nn.Module):
+                raise ConfigError(
+                    f"expected the factory of layer {index} to make an nn.Module, got "
+                    f"{type(source).__name__}"
+                )
+            _check_layer(source, index)
+            return Layer(self.names[index], source.to(device), self.aliases[index])
+        layer = Layer(self.names[index], source, self.aliases[index])
         meta.fill(layer, device, self.owners)
         source.to(device)
         return layer
-
-
-def join_ties(
-    ties: Sequence[Sequence[tuple[int, str]]], built: Mapping[int, Layer]
-) -> None:
-    """Joins shared parameters again if a rank has several of their uses.
-
-    Moving them separates them, if torch cannot do it in place.
-
-    Args:
-        ties: see `LayerList.ties`.
-        built: this rank's layers by index.
-    """
-    for uses in ties:
-        here = [(built[index].module, name) for index, name in uses if index in built]
-        if not here:
-            continue
-        holder, held = here[0]
-        first = holder.get_parameter(held)
-        for module, name in here[1:]:
-            owner, _, own = name.rpartition(".")
-            held_parameters(module.get_submodule(owner))[own] = first
 
 
 def layers_of(
@@ -165,42 +166,38 @@ def layers_of(
     again: Callable[[Sequence[str], bool], Sequence[nn.Module]] | None = None
     if points is not None or (split is None and is_plain):
         # Imports sympy, which no other path needs.
-        from elche.pipeline.cutting.segments import cut_again, cut_model
+        from elche.pipeline.cutting.segments import cut_model
 
         split = partial(cut_model, points=points, sample=sample)
-        again = partial(cut_again, model, points, sample)
-    found = replace(_listed(model, split), cut_again=again, owners=owners(model))
-    for index, source in enumerate(found.sources):
-        if isinstance(source, nn.Module):
-            _check_layer(source, index)
-    return found
-
-
-def _listed(model: Any, split: Split | None) -> LayerList:
+        again = partial(cut_model, model, points, sample)
     if split is not None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"split= cuts a module, got {type(model).__name__} as the model"
             )
         _check_layer(model, None)
-        return layers_of_split(model, list(split(model)))
-    if isinstance(model, nn.Sequential):
-        children = dict(model.named_children())
-        nothing = (None,) * len(children)
-        return LayerList(tuple(children), tuple(children.values()), False, nothing)
-    if isinstance(model, (list, tuple)):
-        for index, one in enumerate(model):
-            if not callable(one):
-                raise ConfigError(
-                    f"expected modules or factories of modules as layers, got "
-                    f"{type(one).__name__} at {index}"
-                )
-        names = tuple(str(index) for index in range(len(model)))
-        return LayerList(names, tuple(model), True, (None,) * len(model))
-    raise ConfigError(
-        "expected an nn.Module or a list of layers as the model, got "
-        f"{type(model).__name__}"
-    )
+        found = layers_of_split(model, list(split(model)))
+    elif isinstance(model, nn.Sequential):
+        named = dict(model.named_children())
+        nothing = (None,) * len(named)
+        found = LayerList(tuple(named), tuple(named.values()), False, nothing)
+    elif isinstance(model, (list, tuple)):
+        names = tuple(map(str, range(len(model))))
+        found = LayerList(names, tuple(model), True, (None,) * len(model))
+    else:
+        raise ConfigError(
+            "expected an nn.Module or a list of layers as the model, got "
+            f"{type(model).__name__}"
+        )
+    for index, source in enumerate(found.sources):
+        if isinstance(source, nn.Module):
+            _check_layer(source, index)
+        elif not callable(source):
+            raise ConfigError(
+                f"expected modules or factories of modules as layers, got "
+                f"{type(source).__name__} at {index}"
+            )
+    return replace(found, cut_again=again, owners=owners(model))
 
 
 def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
@@ -257,26 +254,11 @@ def _held(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _names_of_state(model: nn.Module) -> dict[str, tuple[str, ...]]:
     state = model.state_dict()
-    owners = {name: id(one) for name, one in _held(model) if name in state}
     shared: dict[int, list[str]] = {}
-    for name, key in owners.items():
-        shared.setdefault(key, []).append(name)
-    return {
-        name: tuple(shared[owners[name]]) if name in owners else (name,)
-        for name in state
-    }
-
-
-def _made(factory: Callable[[], Any], index: int, device: torch.device) -> nn.Module:
-    with torch.device(device):
-        made = factory()
-    if not isinstance(made, nn.Module):
-        raise ConfigError(
-            f"expected the factory of layer {index} to make an nn.Module, got "
-            f"{type(made).__name__}"
-        )
-    _check_layer(made, index)
-    return made
+    for name, one in _held(model):
+        shared.setdefault(id(one), []).extend([name] * (name in state))
+    known = {name: tuple(names) for names in shared.values() for name in names}
+    return {name: known.get(name, (name,)) for name in state}
 
 
 def _check_layer(module: nn.Module, index: int | None) -> None:
@@ -301,15 +283,3 @@ def _check_layer(module: nn.Module, index: int | None) -> None:
             f"without a size: {', '.join(lacking[:3])}; run one batch through the "
             "model first, or give the sizes (nn.Linear instead of nn.LazyLinear)"
         )
-
-
-def _described(source: LayerSource) -> str:
-    if not isinstance(source, nn.Module):
-        return "a factory"
-    types = [type(one).__name__ for one in source.modules()]
-    held = [
-        f"{name} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
-        for name, one in source.state_dict().items()
-        if isinstance(one, torch.Tensor)
-    ]
-    return ", ".join([*types, *held])

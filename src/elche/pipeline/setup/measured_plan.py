@@ -166,30 +166,25 @@ def _profile(
     limits: Sequence[float],
     links: Sequence[tuple[int, int, float, float]],
 ) -> PipelineProfile:
-    return PipelineProfile(
-        layers=tuple(
-            _layer_profile(index, row)
-            for index, row in enumerate(zip(*by_rank, strict=True))
-        ),
-        devices=tuple(
-            DeviceProfile(name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limit)
-            for rank, limit in enumerate(limits)
-        ),
-        links={
-            (one, other): LinkProfile(
-                latency_s=latency_s, bytes_per_s=bytes_per_s, efficiency=1.0
-            )
-            for one, other, latency_s, bytes_per_s in links
-        },
-    )
-
-
-def _layer_profile(index: int, by_rank: Sequence[LayerMeasurement]) -> LayerProfile:
-    first = by_rank[0]
-    return LayerProfile(
-        name=f"layer {index}",
-        times={f"rank {rank}": one for rank, one in enumerate(by_rank)},
-        activation_bytes=first.activation_bytes,
-        output_bytes=first.output_bytes,
-        parameter_bytes=first.parameter_bytes,
-    )
+    names = [f"rank {rank}" for rank in range(len(by_rank))]
+    layers = [
+        LayerProfile(
+            name=f"layer {index}",
+            times=dict(zip(names, row, strict=True)),
+            activation_bytes=row[0].activation_bytes,
+            output_bytes=row[0].output_bytes,
+            parameter_bytes=row[0].parameter_bytes,
+        )
+        for index, row in enumerate(zip(*by_rank, strict=True))
+    ]
+    devices = [
+        DeviceProfile(name=name, kind=name, memory_bytes=limit)
+        for name, limit in zip(names, limits, strict=True)
+    ]
+    between = {
+        (one, other): LinkProfile(
+            latency_s=latency_s, bytes_per_s=bytes_per_s, efficiency=1.0
+        )
+        for one, other, latency_s, bytes_per_s in links
+    }
+    return PipelineProfile(layers=tuple(layers), devices=tuple(devices), links=between)

@@ -117,7 +117,11 @@ class MetaTensors:
                 if one is None or not one.is_meta:
                     continue
                 if id(one) not in self._made and device is not None:
-                    self._made[id(one)] = _blank_like(one, device)
+                    made = torch.empty_like(one, device=device, requires_grad=False)
+                    made.fill_(_blank_value(one.dtype))
+                    if isinstance(one, nn.Parameter):
+                        made = nn.Parameter(made, one.requires_grad)
+                    self._made[id(one)] = made
                 if id(one) in self._made:
                     name = layer.prefixed(f"{path}.{own}" if path else own)
                     found.append(_Slot(module, own, name, one))
@@ -133,13 +137,6 @@ class MetaTensors:
             return False
         now: torch.Tensor = held.detach()  # its `.data` may have been written to
         return bool(((now != now) | (now == _blank_value(now.dtype))).all())
-
-
-def _blank_like(one: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_like(one, device=device, requires_grad=False)
-    made.fill_(_blank_value(one.dtype))
-    is_parameter = isinstance(one, nn.Parameter)
-    return nn.Parameter(made, one.requires_grad) if is_parameter else made
 
 
 def _blank_value(dtype: torch.dtype) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from elche.errors import ConfigError
@@ -58,7 +59,17 @@ def make_plan(
     check_asked(schedule, micro_batches)
     if num_layers < 1:
         raise ConfigError("the model has no layers")
-    made = _schedule(schedule, micro_batches, num_ranks, num_layers, config)
+    if isinstance(schedule, Schedule):
+        made = schedule
+    elif schedule.endswith(".csv"):
+        made = _read_csv(Path(schedule))
+    else:
+        costs = config.costs
+        if costs is None or isinstance(costs, str):
+            placement = _placement(schedule, num_ranks, num_layers, config)
+            costs = equal_costs(_EQUAL, placement, num_ranks)
+        make = auto_schedule if schedule == "auto" else partial(make_schedule, schedule)
+        made = make(costs, micro_batches)
     if made.num_ranks != num_ranks:
         raise ConfigError(
             f"schedule {made.name} is for {made.num_ranks} ranks, but {num_ranks} run"
@@ -93,26 +104,6 @@ def check_asked(schedule: object, micro_batches: object) -> None:
             "expected the name of a schedule, the path of a CSV file as text, or a "
             f"Schedule, got {schedule!r}"
         )
-
-
-def _schedule(
-    schedule: str | Schedule,
-    micro_batches: int,
-    num_ranks: int,
-    num_layers: int,
-    config: PipelineConfig,
-) -> Schedule:
-    if isinstance(schedule, Schedule):
-        return schedule
-    if schedule.endswith(".csv"):
-        return _read_csv(Path(schedule))
-    costs = config.costs
-    if costs is None or isinstance(costs, str):
-        placement = _placement(schedule, num_ranks, num_layers, config)
-        costs = equal_costs(_EQUAL, placement, num_ranks)
-    if schedule == "auto":
-        return auto_schedule(costs, micro_batches)
-    return make_schedule(schedule, costs, micro_batches)
 
 
 def _read_csv(path: Path) -> Schedule:

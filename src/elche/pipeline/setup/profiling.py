@@ -165,12 +165,8 @@ class _Profiler:
         rows: list[tuple[float, ...]] = [(*row, *row)]
         if 2 * run_s < budget_s:
             rows = self._rows(layer, index, given, budget_s, run_s)
-        found = _measurement(rows, layer, split.deferred > 0)
-        found = replace(
-            found,
-            activation_bytes=sum(saved.values()),
-            output_bytes=sum(one.nbytes for one in output.tensors),
-        )
+        sizes = sum(saved.values()), sum(one.nbytes for one in output.tensors)
+        found = _measurement(rows, layer, split.deferred > 0, *sizes)
         self._known.append((structure, run_s, found))
         self.found.append(found)
         return output
@@ -200,7 +196,7 @@ class _Profiler:
         layers, device = self._layers, self._device
         source = layers.sources[index]
         if not isinstance(source, nn.Module):
-            return layers.build([index], device, None)[0]
+            return layers.build([index], device, None)[index]
         held = (*source.parameters(), *source.buffers())
         copied = copy.deepcopy(source)
         if any(one.is_meta for one in held):
@@ -265,7 +261,11 @@ class _Profiler:
 
 
 def _measurement(
-    rows: Sequence[Sequence[float]], layer: Layer, is_deferred: bool
+    rows: Sequence[Sequence[float]],
+    layer: Layer,
+    is_deferred: bool,
+    activation_bytes: int,
+    output_bytes: int,
 ) -> LayerMeasurement:
     columns = list(zip(*rows, strict=True))
     times = [max(_LEAST_S, median(column)) for column in columns]
@@ -281,6 +281,8 @@ def _measurement(
         weight_gradient_s=weight_s,
         backward_s=sum(backward),
         message_s=message_s,
+        activation_bytes=activation_bytes,
+        output_bytes=output_bytes,
         parameter_bytes=sum(one.nbytes for one in layer.module.parameters()),
     )
 

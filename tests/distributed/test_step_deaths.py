@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from elche.comm.transport.host_exchange import spans_hosts
+from elche.coordination.sync import left_out
 from elche.coordination.sync.left_out import ExcludedRanks, _Exclusion
 from tests.distributed.cases.counting import rows_of
 from tests.distributed.cases.deaths import Death
@@ -243,6 +244,7 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     assert trained.norm == pytest.approx(norm, rel=1e-6)
 
 
+@pytest.mark.parametrize("is_final", [False, True], ids=["for now", "for good"])
 @pytest.mark.parametrize(
     ("victim", "place", "at"),
     [
@@ -253,18 +255,27 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_death_while_a_rank_is_left_out(
-    victim: int, place: str, at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: int,
+    place: str,
+    at: float,
+    is_final: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It lacks the model until what was begun is run; then all take part.
+
+    Unless it has left for good.
 
     That the last rank brings nothing is not measured here.
     """
 
-    def shorter(left_out: ExcludedRanks, step_s: float) -> _Exclusion | None:
-        may_be = 3 in left_out._members
-        return _Exclusion((3,), 1.0, 0.1) if may_be and not left_out.ranks else None
+    def shorter(ranks: ExcludedRanks, step_s: float) -> _Exclusion | None:
+        may_be = 3 in ranks._members
+        return _Exclusion((3,), 1.0, 0.1) if may_be and not ranks.ranks else None
 
     monkeypatch.setattr(ExcludedRanks, "_shorter", shorter)
+    if is_final:
+        monkeypatch.setattr(left_out, "STALE", ("",))
     options = {"leave_out": True, "epochs": 3}
     more = {"samples": 480, "epochs": 3, "step_s": 0.03}
     death = Death(victim, place, at)

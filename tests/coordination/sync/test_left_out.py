@@ -79,7 +79,7 @@ def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> N
 
 def test_all_keep_a_share_where_state_would_stay_behind() -> None:
     """Which is said once, with what it costs."""
-    core, why = Core(), "the loop steps with a GradScaler"
+    core, why = Core(), "SyncBatchNorm layers need every rank"
     (line,) = reasons(core.epoch(0, unknown=why) + core.epoch(1, unknown=why))
     assert line.startswith("steps are predicted to be 6.")
     assert line.endswith(f" times as fast without rank 1, but all keep a share: {why}")

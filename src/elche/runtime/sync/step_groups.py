@@ -135,10 +135,11 @@ class StepGroups:
         """State of this rank that cannot be copied to another; "" if there is none.
 
         Raises:
-            ConfigError: a GradScaler has begun to step while ranks are excluded, whose
-                loss it would scale differently.
+            ConfigError: under ``auto`` a GradScaler has begun to step while ranks are
+                excluded, whose loss it would scale differently.
         """
-        if self._apart and self._observer.scaler.has_scaler:
+        returns = self._apart and self._training.config.policy != "sync"
+        if returns and self._observer.scaler.has_scaler:
             raise ConfigError(
                 f"a GradScaler began to step while ranks {self._apart} are excluded, "
                 "whose GradScaler did not; use it from the first step on, or keep all "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from elche.comm.transport.host_exchange import spans_hosts
-from elche.coordination.sync import left_out
+from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync.left_out import ExcludedRanks, _Exclusion
+from elche.coordination.sync.step_reports import RATE_MOVES
+from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.distributed.cases.counting import rows_of
 from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.step_deaths import (
@@ -275,7 +278,12 @@ def test_a_death_while_a_rank_is_left_out(
 
     monkeypatch.setattr(ExcludedRanks, "_shorter", shorter)
     if is_final:
-        monkeypatch.setattr(left_out, "STALE", ("",))
+        take = SyncPolicy._take
+
+        def moved(policy: SyncPolicy, event: StepsDone) -> None:
+            take(policy, replace(event, unknown=RATE_MOVES))
+
+        monkeypatch.setattr(SyncPolicy, "_take", moved)
     options = {"leave_out": True, "epochs": 3}
     more = {"samples": 480, "epochs": 3, "step_s": 0.03}
     death = Death(victim, place, at)

@@ -35,9 +35,7 @@ CARRYING_S = 0.1
 SETTLING_GRANTS = 4
 """Grants after a change that are not measured: shares still move."""
 MEASURED_GRANTS, MEASURED_S = 4, 0.5
-"""Least grants and seconds that are measured for a step time."""
-TRIED_STEPS = 4
-"""Measured steps of a trial, each a grant of its own."""
+"""Least grants and seconds that are measured for a step time; a trial's are short."""
 
 
 class _Phase(Enum):
@@ -119,7 +117,6 @@ class ExcludedRanks:
         is_fixed = config.debug.deterministic or config.shares == "fixed"
         self._is_allowed = config.leave_out and len(members) > 1 and not is_fixed
         is_on = self._is_allowed and config.policy == "sync"
-        self._stale = STALE if is_on else ()  # windows of auto need every rank
         self._phase = _Phase.MEASURING if is_on else _Phase.OFF
         self.unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
@@ -135,7 +132,7 @@ class ExcludedRanks:
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._tried_s = self._pause_s = 0.0
-        self._announced: tuple[tuple[int, ...], bool] = (), False
+        self._announced: tuple[tuple[int, ...], ...] = ()
         self._has_announced = self._decides = False
 
     def allow(
@@ -212,10 +209,12 @@ class ExcludedRanks:
         self._enter(_Phase.APART)
         self.ranks = chosen.ranks
         self._note_stale()
-        key = chosen.ranks, bool(self.final)
-        line = f"{chosen}; {self._return}" if key != self._announced else ""
-        self._announced = key
-        return self._set(chosen.ranks, line)
+        before, self._announced = self._announced, (chosen.ranks, self.final)
+        returns = "all ranks are retried now and then"
+        if self.final:
+            returns = f"none returns, because {self._stale}"
+        line = f"{chosen}, and {returns} (leave_out=False keeps all)"
+        return self._set(chosen.ranks, line if before != self._announced else "")
 
     def measured(
         self, reports: Sequence[StepsDone], steps: int, steps_left: int, now_s: float
@@ -242,21 +241,13 @@ class ExcludedRanks:
             step_s = max(each.busy_s + each.sync_wait_s for each in reports) / steps
             shown_s = min(each.sync_wait_s for each in reports) / steps
             self._recent.append(_Measured(steps, step_s, shown_s))
-            if self._is_enough:
+            taken_s = sum(each.steps * each.step_s for each in self._recent)
+            is_long = self.is_trying or taken_s >= MEASURED_S
+            if is_long and len(self._recent) >= MEASURED_GRANTS:
                 replies = self._look(self._usual_s)
                 self._recent.clear()
                 return replies
         return []
-
-    @property
-    def _is_enough(self) -> bool:
-        """True if the measurements suffice for a decision."""
-        recent = self._recent
-        steps = sum(each.steps for each in recent)
-        if self.is_trying:
-            return steps >= TRIED_STEPS
-        taken_s = sum(each.steps * each.step_s for each in recent)
-        return len(recent) >= MEASURED_GRANTS and taken_s >= MEASURED_S
 
     @property
     def _usual_s(self) -> float:
@@ -282,7 +273,7 @@ class ExcludedRanks:
             if found is not None and self._is_worth(found):
                 return self._choose(found)
             self._enter(_Phase.MEASURING)
-            self._announced, gain = ((), False), before.without_s / step_s
+            self._announced, gain = (), before.without_s / step_s
             takes = "takes" if len(before.ranks) == 1 else "take"
             line = (
                 f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
@@ -290,8 +281,9 @@ class ExcludedRanks:
             return self._announce(line) if gain > 1.0 else []
         agreed = self._agreed = found if self._suspects is not None else None
         self._suspects = found
-        is_worth = agreed is not None and self._is_worth(agreed)
-        return self._choose(agreed) if agreed is not None and is_worth else []
+        if agreed is None or not self._is_worth(agreed):
+            return []
+        return self._choose(agreed)
 
     def reset(self, members: Sequence[int]) -> None:
         """Restarts measuring with all members after a membership change."""
@@ -313,7 +305,7 @@ class ExcludedRanks:
         if not self._kept and self._first not in found.ranks:
             if not self.ranks:  # else with_s is of steps without those ranks
                 self._all_s = found.with_s
-            steps = SETTLING_GRANTS + TRIED_STEPS
+            steps = SETTLING_GRANTS + MEASURED_GRANTS
             cost_s = steps * (self._all_s - found.without_s) + 2 * self.carrying_s
             pause_s, tried_s = cost_s / TRIAL_COST, self._now_s - self._tried_s
             if tried_s < self._pause_s:  # the last trial failed, or was wrong
@@ -334,22 +326,18 @@ class ExcludedRanks:
 
     @property
     def _kept(self) -> str:
-        """State because of which no rank may be excluded, or ""."""
+        """State because of which no rank may be excluded; "" if there is none."""
         unknown = filter(None, self.unknown.values())
-        return next((each for each in unknown if each not in self._stale), "")
-
-    def _note_stale(self) -> None:
-        """Makes an exclusion final if state has moved that the excluded ranks lack."""
-        if self.ranks and any(each in self._stale for each in self.unknown.values()):
-            self.final = self.ranks
+        return next((each for each in unknown if each not in STALE), "")
 
     @property
-    def _return(self) -> str:
-        """Says whether excluded ranks return."""
-        if not self.final:
-            return "all ranks are retried now and then (leave_out=False keeps all)"
-        why = next(each for each in self.unknown.values() if each in self._stale)
-        return f"no later step includes it, because {why} (leave_out=False keeps all)"
+    def _stale(self) -> str:
+        """State that excluded ranks lack from now on; "" if there is none."""
+        return next((each for each in self.unknown.values() if each in STALE), "")
+
+    def _note_stale(self) -> None:
+        if self.ranks and self._stale:
+            self.final = self.ranks
 
     def _shorter(self, step_s: float) -> _Exclusion | None:
         """Returns ranks without which steps are predicted to be clearly shorter."""

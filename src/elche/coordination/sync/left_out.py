@@ -133,7 +133,8 @@ class ExcludedRanks:
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._tried_s = self._pause_s = 0.0
         self._announced: tuple[tuple[int, ...], ...] = ()
-        self._has_announced = self._decides = False
+        self._has_announced = self._decides = self._waits = False
+        self._is_auto = config.policy == "auto"
 
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
@@ -281,7 +282,9 @@ class ExcludedRanks:
             return self._announce(line) if gain > 1.0 else []
         agreed = self._agreed = found if self._suspects is not None else None
         self._suspects = found
-        if agreed is None or not self._is_worth(agreed):
+        # Without all ranks auto does not measure what windows would gain.
+        self._waits |= self._is_auto and found is None and not self.ranks
+        if agreed is None or self._waits or not self._is_worth(agreed):
             return []
         return self._choose(agreed)
 
@@ -298,7 +301,8 @@ class ExcludedRanks:
         """Enters a phase and discards measurements of the last one."""
         self._phase = phase
         self._recent.clear()
-        self._settling, self._suspects, self._agreed = SETTLING_GRANTS, None, None
+        self._settling, self._waits = SETTLING_GRANTS, False
+        self._suspects = self._agreed = None
 
     def _choose(self, found: _Exclusion) -> list[LeaveOut]:
         """Starts an exclusion, unless it would lose state or exclude the first rank."""

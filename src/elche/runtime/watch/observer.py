@@ -157,9 +157,10 @@ class LoopObserver:
 
         State of `STALE` comes last: ranks may be excluded in spite of it.
         """
-        seen = self._seen()
-        is_hidden = self._may_count and (not seen or seen in STALE)
-        return UNCOUNTED if is_hidden else seen
+        if not self._uncarried or self._uncarried in STALE:
+            self._uncarried = self._seen() or self._uncarried
+        is_kept = bool(self._uncarried) and self._uncarried not in STALE
+        return UNCOUNTED if self._may_count and not is_kept else self._uncarried
 
     def barred(self) -> str:
         """Reason why a rank that joins would take other steps; "" if there is none.
@@ -168,15 +169,10 @@ class LoopObserver:
         """
         if self._is_uneven or not self.guard.all_have_stepped:
             return "some batches are not followed by a step of every optimizer"
-        return self._seen()
+        return self._uncarried or self._seen()
 
     def _seen(self) -> str:
         """State, in words, that moves with a rank's batches and cannot be copied."""
-        if not self._uncarried or self._uncarried in STALE:
-            self._uncarried = self._seen_now() or self._uncarried
-        return self._uncarried
-
-    def _seen_now(self) -> str:
         if self.copies.has_unknown:
             return "elche does not know of the AveragedModel (copies=[...])"
         if sync_batchnorm_layers(self._model):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.step_reports import RATE_MOVES
 from elche.coordination.sync.sync_policy import SyncPolicy
@@ -67,15 +68,14 @@ def run(
     return sim
 
 
-@pytest.fixture
-def moving_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def move_rates(patch: pytest.MonkeyPatch) -> None:
     """Every rank's loop sets its learning rate by hand."""
     take = SyncPolicy._take
-    monkeypatch.setattr(
-        SyncPolicy,
-        "_take",
-        lambda policy, event: take(policy, replace(event, unknown=RATE_MOVES)),
-    )
+
+    def moved(policy: SyncPolicy, event: StepsDone) -> None:
+        take(policy, replace(event, unknown=RATE_MOVES))
+
+    patch.setattr(SyncPolicy, "_take", moved)
 
 
 def pair(slow: Device, **options: Any) -> Simulation:
@@ -117,10 +117,10 @@ SLOW = {
 @pytest.mark.parametrize("case", SLOW)
 @pytest.mark.parametrize("moves", [False, True], ids=["steady", "moving rate"])
 def test_ten_seconds_after_a_rank_is_slow_the_fast_one_trains_as_if_alone(
-    case: str, moves: bool, request: pytest.FixtureRequest
+    case: str, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if moves:
-        request.getfixturevalue("moving_rate")
+        move_rates(monkeypatch)
     slow, options = SLOW[case]
     sim = pair(slow, **options)
     since_s = 10.0 + 5.0 * (case == "later")
@@ -132,10 +132,10 @@ def test_ten_seconds_after_a_rank_is_slow_the_fast_one_trains_as_if_alone(
 
 @pytest.mark.parametrize("moves", [False, True], ids=["steady", "moving rate"])
 def test_it_returns_in_the_same_epoch_unless_state_has_moved(
-    moves: bool, request: pytest.FixtureRequest
+    moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if moves:
-        request.getfixturevalue("moving_rate")
+        move_rates(monkeypatch)
     drift = SLOWED, Drift(at_s=12.0, factor=1.0)
     sim = pair(device(seconds_per_batch=0.01, drift=drift))
     lines = [one.reason for one in told(sim, LeaveOut, 0) if one.reason]
@@ -203,13 +203,41 @@ def test_a_slow_first_rank_is_named_and_kept() -> None:
 
 
 @pytest.mark.reaches("outlived")
-@given(at_s=st.floats(0.5, 12.0), rank=st.integers(1, 2), joins=st.booleans())
+@given(
+    at_s=st.floats(0.5, 12.0),
+    rank=st.integers(1, 2),
+    joins=st.booleans(),
+    moves=st.booleans(),
+)
 @settings(max_examples=10)
 def test_ranks_left_out_take_over_when_others_die_or_join(
-    at_s: float, rank: int, joins: bool
+    at_s: float, rank: int, joins: bool, moves: bool
 ) -> None:
+    """Where their rates move, those that have left stay out."""
     new = Device(seconds_per_sample=SAMPLE_S, name="CPU")
     fault = Fault(at_s=at_s, join=new) if joins else Fault(at_s=at_s, kill_rank=rank)
-    sim = run([1.0, 1.0, 0.01], epochs=3, faults=(fault,))
+    with pytest.MonkeyPatch.context() as patch:
+        if moves:
+            move_rates(patch)
+        sim = run([1.0, 1.0, 0.01], epochs=3, faults=(fault,))
     reach("outlived", not is_ended_by_a_death(sim))
     assert sim.history.aborts or len(sim.history.committed) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_death_of_the_others_ends_a_run_with_a_rank_gone_for_good(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that has left lacks what its loop would have moved."""
+    move_rates(monkeypatch)
+    fault = Fault(at_s=20.0, kill_rank=rank)
+    sim = run([1.0, 0.01], epochs=10, faults=(fault,))
+    reasons = {abort.reason for abort in sim.history.aborts.values()}
+    if rank:
+        assert not reasons
+        assert len(sim.history.committed) == 10
+    else:
+        (reason,) = reasons
+        assert "no other rank has its model" in reason or (
+            "rank 1, the next one to lead, is excluded for good" in reason
+        )

@@ -134,7 +134,7 @@ class ExcludedRanks:
         self._tried_s = self._pause_s = 0.0
         self._announced: tuple[tuple[int, ...], ...] = ()
         self._has_announced = self._decides = self._waits = False
-        self._is_auto = config.policy == "auto"
+        self._is_auto, self._is_stream = config.policy == "auto", settings.is_stream
 
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
@@ -178,7 +178,8 @@ class ExcludedRanks:
     def is_trial_due(self) -> bool:
         """True if the epoch is to be cut for a trial of excluded ranks."""
         is_due = bool(self.ranks) and self._now_s >= self._trial_due_s
-        return is_due and not self.final and self._is_worth(self._chosen)
+        returns = not (self.final or self._is_stream)
+        return is_due and returns and self._is_worth(self._chosen)
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float

@@ -188,6 +188,13 @@ def check(ranks: list[Found], task: Task, kind: str = "") -> None:
     assert difference(alone(task, ranks, kind), ranks[0].states[-1]) < 1e-9
 
 
+def check_whole(ranks: list[Found]) -> None:
+    """Every sample is trained on once in each epoch."""
+    for epoch in range(EPOCHS):
+        seen = [one for r in ranks for step in r.steps[epoch] for one in step]
+        assert sorted(seen) == list(range(STEPS * BATCH))
+
+
 def sizes(found: Found) -> list[int]:
     return [len(steps) for steps in found.steps]
 
@@ -199,9 +206,7 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     task = task_of(options={"transport": transport})
     ranks = ranks3.serve(train, task)
     check(ranks, task)
-    for epoch in range(EPOCHS):
-        seen = [one for r in ranks for step in r.steps[epoch] for one in step]
-        assert sorted(seen) == list(range(STEPS * BATCH))
+    check_whole(ranks)
     assert sizes(ranks[0]) == sizes(ranks[2]) == [STEPS] * EPOCHS
     first, second, *later = sizes(ranks[SLOW])
     assert STEPS > first > second > 1
@@ -225,9 +230,7 @@ def test_a_slow_rank_leaves_for_good_where_the_rate_is_set_by_hand(
     assert STEPS > first > 1
     assert [steps for epoch in ranks[SLOW].steps[1:] for steps in epoch] == [[]] * 3
     assert later == [1, 1, 1]
-    for epoch in range(EPOCHS):
-        seen = [one for r in ranks for step in r.steps[epoch] for one in step]
-        assert sorted(seen) == list(range(STEPS * BATCH))
+    check_whole(ranks)
     lines = [line for line in ranks[0].lines if "rank 1" in line]
     assert len(lines) == 1
     assert "because the learning rate changes inside an epoch" in lines[0]
@@ -248,9 +251,7 @@ def test_a_rank_returns_within_the_epoch_where_all_state_is_copied(
     check(ranks, task)
     assert [] in ranks[SLOW].steps[0]
     assert [] not in ranks[SLOW].steps[0][-4:]
-    for epoch in range(EPOCHS):
-        seen = [one for r in ranks for step in r.steps[epoch] for one in step]
-        assert sorted(seen) == list(range(STEPS * BATCH))
+    check_whole(ranks)
 
 
 def test_auto_leaves_out_at_once_whom_its_choice_does_without(

@@ -80,12 +80,9 @@ def move_rates(patch: pytest.MonkeyPatch) -> None:
 
 def pair(slow: Device, **options: Any) -> Simulation:
     """One long epoch of a fast rank and a slow one."""
-    run = SimulatedRun(
-        policy="sync", samples=2000 * BATCH, batch_size=BATCH, epochs=1, seed=3
-    )
-    fast = Device(seconds_per_sample=SAMPLE_S, jitter=0.1)
+    run = SimulatedRun(policy="sync", samples=2000 * BATCH, batch_size=BATCH, seed=3)
     kept = {"link": Link(latency_s=1e-4, bytes_per_s=1e10), **options}
-    sim = WatchedSimulation(Cluster(run=run, devices=(fast, slow), **kept), CHECKED)
+    sim = WatchedSimulation(Cluster(run=run, devices=(device(), slow), **kept), CHECKED)
     sim.run()
     check_all(sim)
     return sim
@@ -93,10 +90,8 @@ def pair(slow: Device, **options: Any) -> Simulation:
 
 def delivered(sim: Simulation, since_s: float, until_s: float) -> float:
     """Steps in a span of time, as a fraction of those of the fast device alone."""
-    ends_s = [
-        each.start_s + each.duration_s for each in batches_of(sim) if not each.rank
-    ]
-    steps = sum(since_s < end_s <= until_s for end_s in ends_s)
+    starts_s = [each.start_s for each in batches_of(sim) if not each.rank]
+    steps = sum(since_s <= start_s < until_s for start_s in starts_s)
     return steps * SAMPLE_S * BATCH / (until_s - since_s)
 
 
@@ -108,7 +103,7 @@ SLOWED = Drift(at_s=5.0, factor=6.0)
 SLOW = {
     "slow": (device(seconds_per_batch=0.06), {}),
     "loader": (device(load_seconds_per_sample=0.04), {}),
-    "link": (device(), {"link": Link(latency_s=0.03, bytes_per_s=1e10)}),
+    "link": (device(), {"link": Link(latency_s=1e-4, bytes_per_s=3e7)}),
     "later": (device(seconds_per_batch=0.01, drift=(SLOWED,)), {}),
 }
 """Slow ranks, and the options of their cluster."""
@@ -183,18 +178,6 @@ def test_equal_ranks_are_never_left_out(world_size: int, fixed_s: float) -> None
     assert told(run([1.0] * world_size, epochs=3, fixed_s=fixed_s), LeaveOut) == []
 
 
-def test_a_throttled_rank_comes_back_when_it_is_released() -> None:
-    throttled = Drift(at_s=2.0, factor=20.0), Drift(at_s=30.0, factor=1.0)
-    sim = run([1.0, 1.0], epochs=20, drift=throttled)
-    lines = [one.reason for one in told(sim, LeaveOut, 0) if one.reason]
-    assert "rank 1 excluded: steps of" in lines[0]
-    assert lines[1].startswith("rank 1 takes part again: ")
-    assert len(lines) == 2
-    last = sim.history.trained[0, 19]
-    own = sum(stop - start for rank, start, stop in last if rank)
-    assert own > 0.4 * STEPS * BATCH
-
-
 def test_a_slow_first_rank_is_named_and_kept() -> None:
     sim = run([0.02, 1.0], epochs=2)
     (one,) = told(sim, LeaveOut, 0)
@@ -231,13 +214,10 @@ def test_only_the_death_of_the_others_ends_a_run_with_a_rank_gone_for_good(
     """The rank that has left lacks what its loop would have moved."""
     move_rates(monkeypatch)
     fault = Fault(at_s=20.0, kill_rank=rank)
-    sim = run([1.0, 0.01], epochs=10, faults=(fault,))
+    sim = run([1.0, 0.01, 1.0], epochs=10, faults=(fault,))
     reasons = {abort.reason for abort in sim.history.aborts.values()}
     if rank:
         assert not reasons
         assert len(sim.history.committed) == 10
     else:
-        (reason,) = reasons
-        assert "no other rank has its model" in reason or (
-            "rank 1, the next one to lead, is excluded for good" in reason
-        )
+        assert "rank 1, the next one to lead, is excluded for good" in str(reasons)

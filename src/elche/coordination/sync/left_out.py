@@ -131,7 +131,7 @@ class ExcludedRanks:
         self._bias = 0.0  # of predictions, once one has been verified
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
-        self._tried_s = self._pause_s = 0.0
+        self._tried_s, self._pause_s = float("-inf"), 0.0
         self._announced: tuple[tuple[int, ...], ...] = ()
         self._has_announced = self._decides = self._waits = False
         self._is_auto, self._is_stream = config.policy == "auto", settings.is_stream

@@ -320,7 +320,8 @@ class SyncPolicy(Policy):
             return []
         steps = grant.steps
         self.shares.measured(reports, steps)
-        self.grants.measured(max(report.busy_s for report in reports) / steps)
+        taken_s = max(report.busy_s + report.sync_wait_s for report in reports)
+        self.grants.measured(taken_s / steps)
         left = self.grants.ungranted
         return self.exclusion.measured(reports, steps, left, now_s)
 

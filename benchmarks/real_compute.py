@@ -4,10 +4,10 @@
     python -m benchmarks.real_compute --loader-ms 0,0.6 --rate steady
 
 A rank is held to a part of its core (`benchmarks.throttle`), or its data set takes so
-long for every sample. ``--rate``: the loop sets its learning rate by hand, or none.
-Each rank needs a core. The bounds are of a line through the
-times of two batch sizes that each device runs alone. glibc keeps its memory for all
-alike: what plain PyTorch loses by giving it back each step would flatter the others.
+long for every sample. The loop sets its learning rate by hand, unless ``--rate steady``
+is given. Each rank needs a core. The bounds are of a line through the times of two
+batch sizes that each device runs alone. glibc keeps its memory for all alike: what
+plain PyTorch loses by giving it back each step would flatter the others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Contenders on real CPU ranks of which one is slow; nothing is emulated.
 
     python -m benchmarks.real_compute --quota 1,0.3
-    python -m benchmarks.real_compute --loader-ms 0,0.6
+    python -m benchmarks.real_compute --loader-ms 0,0.6 --rate steady
 
 A rank is held to a part of its core (`benchmarks.throttle`), or its data set takes so
-long for every sample. Each rank needs a core. The bounds are of a line through the
-times of two batch sizes that each device runs alone. glibc keeps its memory for all
-alike: what plain PyTorch loses by giving it back each step would flatter the others.
+long for every sample. The loop sets its learning rate by hand, unless ``--rate steady``
+is given. Each rank needs a core. The bounds are of a line through the times of two
+batch sizes that each device runs alone. glibc keeps its memory for all alike: what
+plain PyTorch loses by giving it back each step would flatter the others.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class SlowDataset(Dataset[Any]):
 
 class SlowedContender(BenchContender):
     """A contender whose rank is slow as the environment says."""
+
+    def __init__(self, spec: BenchSpec) -> None:
+        super().__init__(spec)
+        if os.environ.get("RATE") == "steady":
+            self._rates = []  # the loop sets none
 
     def _build_workload(self) -> Workload:
         workload, place = super()._build_workload(), read_placement().rank
@@ -151,11 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quota", type=numbers, default=[1.0, 1.0])
     parser.add_argument("--loader-ms", type=numbers, default=[0.0, 0.0])
+    parser.add_argument("--rate", choices=("moves", "steady"), default="moves")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     os.environ.update({**KEPT, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()})
+    os.environ["RATE"] = asked.rate
     slowed = list(zip(asked.quota, asked.loader_ms, strict=True))
     verdict = RealBench(slowed, asked.batch_size, asked.seconds).measure()
     title = f"mlp on real CPU ranks (quota, loader ms): {slowed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import elche
 from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync import left_out, step_grants
+from elche.coordination.sync.left_out import ExcludedRanks
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
@@ -37,6 +39,8 @@ pytestmark = pytest.mark.distributed
 STEPS, BATCH = 40, 12
 SLOW, SLOW_S, SLOW_EPOCHS, EPOCHS = 1, 0.1, 2, 4
 SAMPLE_S = 0.001
+FAST_FROM = 0
+"""The slow rank is fast where fewer steps of an epoch are left."""
 
 
 @dataclass
@@ -60,12 +64,14 @@ def train(task: Task, kind: str = "") -> Found:
 def _train(found: Found, task: Task, kind: str) -> None:
     model, optimizer, loader = build(task)
     options: dict[str, Any] = {"timeout_s": 100.0, **task.options}
-    average, scheduler = averaged(model), scheduled(optimizer)
+    by_hand = kind == "rate"
+    average = averaged(model)
+    scheduler = RateByHand(optimizer) if by_hand else scheduled(optimizer)
     model, optimizer, loader = elche.setup(
         *(model, optimizer, loader),
         epochs=EPOCHS,
         copies=[average],
-        schedulers=[scheduler],
+        schedulers=[] if by_hand else [scheduler],
         **nested(options),
     )
     run = current_run()
@@ -77,6 +83,8 @@ def _train(found: Found, task: Task, kind: str) -> None:
             take_step(model, optimizer, x, y)
             average.update_parameters(model)
             scheduler.step()
+            done = round(elche.progress_samples()) // BATCH - epoch * STEPS
+            steps += [[]] * (done - len(steps))  # those that it was left out of
             steps.append(index.tolist() if run.current_samples else [])
             leaves = kind == "break" and elche.rank() == 2 and epoch == 1
             if leaves and len(steps) == STEPS // 2:
@@ -102,6 +110,20 @@ def scheduled(optimizer: torch.optim.Optimizer) -> MultiStepLR:
     return MultiStepLR(optimizer, range(5, 200, 7), gamma=0.95)
 
 
+class RateByHand:
+    """A loop's own rule for the rate, by its own count of steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._steps = optimizer, 0
+        self._rate = float(optimizer.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        self._steps += 1
+        rate = self._rate / (1.0 + self._steps / 20.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+
 def held(*modules: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{at} {name}": value.detach().clone()
@@ -110,10 +132,11 @@ def held(*modules: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def alone(task: Task, ranks: list[Found]) -> dict[str, torch.Tensor]:
+def alone(task: Task, ranks: list[Found], kind: str = "") -> dict[str, torch.Tensor]:
     """One process trains on what they have trained on, step by step."""
     model, optimizer, loader = build(task)
-    average, scheduler = averaged(model), scheduled(optimizer)
+    average = averaged(model)
+    scheduler = RateByHand(optimizer) if kind == "rate" else scheduled(optimizer)
     data: Any = loader.dataset
     for epoch in range(EPOCHS):
         for number in range(len(ranks[0].steps[epoch])):
@@ -142,6 +165,7 @@ def decided_by_given_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def timed(policy: SyncPolicy, event: StepsDone) -> None:
         is_slow = event.rank == SLOW and event.epoch < SLOW_EPOCHS
+        is_slow = is_slow and policy.grants.ungranted >= FAST_FROM
         steps = event.stop - event.start
         busy_s = SAMPLE_S * event.samples + SLOW_S * steps * is_slow
         take(policy, replace(event, busy_s=busy_s, sync_wait_s=0.0, warm=True))
@@ -149,19 +173,26 @@ def decided_by_given_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SyncPolicy, "_take", timed)
     monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
     monkeypatch.setattr(left_out, "SETTLING_GRANTS", 2)
-    monkeypatch.setattr(left_out, "MEASURED_STEPS", 4)
     monkeypatch.setattr(left_out, "MEASURED_S", 0.0)
     monkeypatch.setattr(left_out, "CARRYING_S", 0.0)
     monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
+    monkeypatch.setattr(ExcludedRanks, "is_trial_due", False)  # inside of epochs
 
 
-def check(ranks: list[Found], task: Task) -> None:
+def check(ranks: list[Found], task: Task, kind: str = "") -> None:
     """All hold what one process does that trains on the same, at every epoch's end."""
     assert [rank.error for rank in ranks] == [""] * len(ranks)
     for epoch in range(EPOCHS):
         assert identical([rank.states[epoch] for rank in ranks])
     assert [rank.progress for rank in ranks] == [ranks[0].progress] * len(ranks)
-    assert difference(alone(task, ranks), ranks[0].states[-1]) < 1e-9
+    assert difference(alone(task, ranks, kind), ranks[0].states[-1]) < 1e-9
+
+
+def check_whole(ranks: list[Found]) -> None:
+    """Every sample is trained on once in each epoch."""
+    for epoch in range(EPOCHS):
+        seen = [one for r in ranks for step in r.steps[epoch] for one in step]
+        assert sorted(seen) == list(range(STEPS * BATCH))
 
 
 def sizes(found: Found) -> list[int]:
@@ -175,9 +206,7 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     task = task_of(options={"transport": transport})
     ranks = ranks3.serve(train, task)
     check(ranks, task)
-    for epoch in range(EPOCHS):
-        seen = [one for r in ranks for step in r.steps[epoch] for one in step]
-        assert sorted(seen) == list(range(STEPS * BATCH))
+    check_whole(ranks)
     assert sizes(ranks[0]) == sizes(ranks[2]) == [STEPS] * EPOCHS
     first, second, *later = sizes(ranks[SLOW])
     assert STEPS > first > second > 1
@@ -186,6 +215,43 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     said = [line.partition(":")[2] for line in lines]
     assert said[0].startswith(" rank 1 excluded: steps of")
     assert said[1].startswith(" rank 1 takes part again")
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_slow_rank_leaves_for_good_where_the_rate_is_set_by_hand(
+    ranks3: RankPool, transport: str
+) -> None:
+    """Its own rate is behind: its part of later first steps is empty."""
+    task = task_of(options={"transport": transport})
+    ranks = ranks3.serve(train, task, kind="rate")
+    check(ranks, task, "rate")
+    assert sizes(ranks[0]) == sizes(ranks[2]) == [STEPS] * EPOCHS
+    first, *later = sizes(ranks[SLOW])
+    assert STEPS > first > 1
+    assert [steps for epoch in ranks[SLOW].steps[1:] for steps in epoch] == [[]] * 3
+    assert later == [1, 1, 1]
+    check_whole(ranks)
+    lines = [line for line in ranks[0].lines if "rank 1" in line]
+    assert len(lines) == 1
+    assert "because the learning rate changes inside an epoch" in lines[0]
+
+
+def test_a_rank_returns_within_the_epoch_where_all_state_is_copied(
+    ranks3: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch is cut for a trial, after half of its steps."""
+
+    def is_due(ranks: ExcludedRanks) -> bool:
+        return bool(ranks.ranks) and ranks._steps_left < STEPS // 2
+
+    monkeypatch.setattr(ExcludedRanks, "is_trial_due", property(is_due))
+    monkeypatch.setattr(sys.modules[__name__], "FAST_FROM", STEPS // 2)
+    task = task_of()
+    ranks = ranks3.serve(train, task)
+    check(ranks, task)
+    assert [] in ranks[SLOW].steps[0]
+    assert [] not in ranks[SLOW].steps[0][-4:]
+    check_whole(ranks)
 
 
 def test_auto_leaves_out_at_once_whom_its_choice_does_without(

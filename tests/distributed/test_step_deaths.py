@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 import torch
 
 from elche.comm.transport.host_exchange import spans_hosts
+from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync.left_out import ExcludedRanks, _Exclusion
+from elche.coordination.sync.step_reports import RATE_MOVES
+from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.distributed.cases.counting import rows_of
 from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.step_deaths import (
@@ -243,6 +247,7 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     assert trained.norm == pytest.approx(norm, rel=1e-6)
 
 
+@pytest.mark.parametrize("is_final", [False, True], ids=["for now", "for good"])
 @pytest.mark.parametrize(
     ("victim", "place", "at"),
     [
@@ -253,18 +258,32 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_death_while_a_rank_is_left_out(
-    victim: int, place: str, at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: int,
+    place: str,
+    at: float,
+    is_final: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It lacks the model until what was begun is run; then all take part.
+
+    Unless it has left for good.
 
     That the last rank brings nothing is not measured here.
     """
 
-    def shorter(left_out: ExcludedRanks, step_s: float) -> _Exclusion | None:
-        may_be = 3 in left_out._members
-        return _Exclusion((3,), 1.0, 0.1) if may_be and not left_out.ranks else None
+    def shorter(ranks: ExcludedRanks, step_s: float) -> _Exclusion | None:
+        may_be = 3 in ranks._members
+        return _Exclusion((3,), 1.0, 0.1) if may_be and not ranks.ranks else None
 
     monkeypatch.setattr(ExcludedRanks, "_shorter", shorter)
+    if is_final:
+        take = SyncPolicy._take
+
+        def moved(policy: SyncPolicy, event: StepsDone) -> None:
+            take(policy, replace(event, unknown=RATE_MOVES))
+
+        monkeypatch.setattr(SyncPolicy, "_take", moved)
     options = {"leave_out": True, "epochs": 3}
     more = {"samples": 480, "epochs": 3, "step_s": 0.03}
     death = Death(victim, place, at)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
+from elche.coordination.sync.step_reports import RATE_MOVES
+from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, SimulatedRun
 from elche.sim.simulation import Simulation
 from tests.harness.reached import reach
-from tests.sim.checks import CHECKED, check_all, is_ended_by_a_death, told
+from tests.sim.checks import (
+    CHECKED,
+    batches_of,
+    check_all,
+    is_ended_by_a_death,
+    told,
+)
 from tests.sim.watched import WatchedSimulation
 
 SAMPLE_S, BATCH, STEPS = 0.001, 32, 120
@@ -58,6 +68,79 @@ def run(
     return sim
 
 
+def move_rates(patch: pytest.MonkeyPatch) -> None:
+    """Every rank's loop sets its learning rate by hand."""
+    take = SyncPolicy._take
+
+    def moved(policy: SyncPolicy, event: StepsDone) -> None:
+        take(policy, replace(event, unknown=RATE_MOVES))
+
+    patch.setattr(SyncPolicy, "_take", moved)
+
+
+def pair(slow: Device, **options: Any) -> Simulation:
+    """One long epoch of a fast rank and a slow one."""
+    run = SimulatedRun(policy="sync", samples=2000 * BATCH, batch_size=BATCH, seed=3)
+    kept = {"link": Link(latency_s=1e-4, bytes_per_s=1e10), **options}
+    sim = WatchedSimulation(Cluster(run=run, devices=(device(), slow), **kept), CHECKED)
+    sim.run()
+    check_all(sim)
+    return sim
+
+
+def delivered(sim: Simulation, since_s: float, until_s: float) -> float:
+    """Steps in a span of time, as a fraction of those of the fast device alone."""
+    starts_s = [each.start_s for each in batches_of(sim) if not each.rank]
+    steps = sum(since_s <= start_s < until_s for start_s in starts_s)
+    return steps * SAMPLE_S * BATCH / (until_s - since_s)
+
+
+def device(**changes: Any) -> Device:
+    return Device(**{"seconds_per_sample": SAMPLE_S, "jitter": 0.1, **changes})
+
+
+SLOWED = Drift(at_s=5.0, factor=6.0)
+SLOW = {
+    "slow": (device(seconds_per_batch=0.06), {}),
+    "loader": (device(load_seconds_per_sample=0.04), {}),
+    "link": (device(), {"link": Link(latency_s=1e-4, bytes_per_s=3e7)}),
+    "later": (device(seconds_per_batch=0.01, drift=(SLOWED,)), {}),
+}
+"""Slow ranks, and the options of their cluster."""
+
+
+@pytest.mark.parametrize("case", SLOW)
+@pytest.mark.parametrize("moves", [False, True], ids=["steady", "moving rate"])
+def test_ten_seconds_after_a_rank_is_slow_the_fast_one_trains_as_if_alone(
+    case: str, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if moves:
+        move_rates(monkeypatch)
+    slow, options = SLOW[case]
+    sim = pair(slow, **options)
+    since_s = 10.0 + 5.0 * (case == "later")
+    lines = [one.reason for one in told(sim, LeaveOut, 0) if one.reason]
+    assert "rank 1 excluded: " in lines[0]
+    assert ("none returns, because" in lines[0]) == moves
+    assert delivered(sim, since_s, 30.0) > 0.95
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["steady", "moving rate"])
+def test_it_returns_in_the_same_epoch_unless_state_has_moved(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if moves:
+        move_rates(monkeypatch)
+    drift = SLOWED, Drift(at_s=12.0, factor=1.0)
+    sim = pair(device(seconds_per_batch=0.01, drift=drift))
+    lines = [one.reason for one in told(sim, LeaveOut, 0) if one.reason]
+    assert lines[0].startswith("rank 1 excluded: ")
+    returns = [line for line in lines if line.startswith("rank 1 takes part again: ")]
+    assert len(returns) == (not moves)
+    last = delivered(sim, sim.end_s - 10.0, sim.end_s)
+    assert last > 1.3 if returns else 0.95 < last < 1.1
+
+
 @pytest.mark.reaches("ranks left out")
 @given(
     slow=st.lists(st.sampled_from([1.0, 0.3, 0.02, 0.005]), min_size=1, max_size=3),
@@ -95,18 +178,6 @@ def test_equal_ranks_are_never_left_out(world_size: int, fixed_s: float) -> None
     assert told(run([1.0] * world_size, epochs=3, fixed_s=fixed_s), LeaveOut) == []
 
 
-def test_a_throttled_rank_comes_back_when_it_is_released() -> None:
-    throttled = Drift(at_s=2.0, factor=20.0), Drift(at_s=30.0, factor=1.0)
-    sim = run([1.0, 1.0], epochs=16, drift=throttled)
-    lines = [one.reason for one in told(sim, LeaveOut, 0) if one.reason]
-    assert "rank 1 excluded: steps of" in lines[0]
-    assert lines[1].startswith("rank 1 takes part again: ")
-    assert len(lines) == 2
-    last = sim.history.trained[0, 15]
-    own = sum(stop - start for rank, start, stop in last if rank)
-    assert own > 0.4 * STEPS * BATCH
-
-
 def test_a_slow_first_rank_is_named_and_kept() -> None:
     sim = run([0.02, 1.0], epochs=2)
     (one,) = told(sim, LeaveOut, 0)
@@ -115,13 +186,38 @@ def test_a_slow_first_rank_is_named_and_kept() -> None:
 
 
 @pytest.mark.reaches("outlived")
-@given(at_s=st.floats(0.5, 12.0), rank=st.integers(1, 2), joins=st.booleans())
+@given(
+    at_s=st.floats(0.5, 12.0),
+    rank=st.integers(1, 2),
+    joins=st.booleans(),
+    moves=st.booleans(),
+)
 @settings(max_examples=10)
 def test_ranks_left_out_take_over_when_others_die_or_join(
-    at_s: float, rank: int, joins: bool
+    at_s: float, rank: int, joins: bool, moves: bool
 ) -> None:
+    """Where their rates move, those that have left stay out."""
     new = Device(seconds_per_sample=SAMPLE_S, name="CPU")
     fault = Fault(at_s=at_s, join=new) if joins else Fault(at_s=at_s, kill_rank=rank)
-    sim = run([1.0, 1.0, 0.01], epochs=3, faults=(fault,))
+    with pytest.MonkeyPatch.context() as patch:
+        if moves:
+            move_rates(patch)
+        sim = run([1.0, 1.0, 0.01], epochs=3, faults=(fault,))
     reach("outlived", not is_ended_by_a_death(sim))
     assert sim.history.aborts or len(sim.history.committed) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_death_of_the_others_ends_a_run_with_a_rank_gone_for_good(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that has left lacks what its loop would have moved."""
+    move_rates(monkeypatch)
+    fault = Fault(at_s=20.0, kill_rank=rank)
+    sim = run([1.0, 0.01, 1.0], epochs=10, faults=(fault,))
+    reasons = {abort.reason for abort in sim.history.aborts.values()}
+    if rank:
+        assert not reasons
+        assert len(sim.history.committed) == 10
+    else:
+        assert "rank 1, the next one to lead, is excluded for good" in str(reasons)

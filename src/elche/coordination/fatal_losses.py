@@ -19,11 +19,13 @@ class LossLimits:
         changing: ranks that are being excluded from steps, or return to them. The
             others regroup at different times, so a loss now is not survived.
         has_breaks: whether loops have left the epoch early.
+        stale: ranks that were excluded for good, and cannot become the first one.
     """
 
     sole_holders: Set[int] = frozenset()
     changing: tuple[int, ...] = ()
     has_breaks: bool = False
+    stale: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +91,18 @@ def fatal_loss(rank: int, facts: RunFacts) -> str:
     limits, changing = facts.limits, [*facts.limits.changing]
     sampler = "" if facts.settings is None else facts.settings.own_sampler
     is_first = rank == min(facts.ranks, default=rank)
+    follows = min({*facts.ranks} - {rank}, default=rank)
     cannot_form = limits.has_breaks or facts.has_left or len(facts.ranks) < 2
     return _first(
         (
             rank in limits.sole_holders,
             f"rank {rank} trains alone, and no other rank has its model and optimizer "
             "state",
+        ),
+        (
+            is_first and follows in limits.stale,
+            f"rank {follows}, the next one to lead, is excluded for good and lacks "
+            "state of its loop",
         ),
         (
             bool(changing),

@@ -111,7 +111,7 @@ def a_slow_link() -> SimulatedCluster:
 
 def a_link_that_comes_back() -> SimulatedCluster:
     cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=16_000, epochs=12)
-    return changed_link(cluster, 10.0, 150.0)
+    return changed_link(cluster, 6.5, 150.0)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -15,6 +18,7 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync import left_out
 from elche.coordination.sync.left_out import ExcludedRanks
 from elche.coordination.sync.model_handover import ModelHandover
+from elche.coordination.sync.step_reports import RATE_MOVES, STALE
 from elche.coordination.sync.step_shares import StepShares
 from tests.coordination.test_core import steps_done
 from tests.harness.settings import nested
@@ -26,10 +30,10 @@ class Core:
     """Ranks whose steps are measured, the last one slow."""
 
     def __init__(self, world: int = 2, wait_s: float = 0.0, **options: Any) -> None:
-        settings = Settings(config=RunConfig(**nested(options)))
+        agreed = Settings(config=RunConfig(**nested(options)))
         self.ranks = list(range(world))
-        self.shares = StepShares(settings, self.ranks)
-        self.left_out = ExcludedRanks(self.ranks, settings, self.shares)
+        self.shares = StepShares(agreed, self.ranks)
+        self.left_out = ExcludedRanks(self.ranks, agreed, self.shares)
         self.now_s = 0.0
         self.slow_s, self.wait_s = SLOW_S, wait_s
 
@@ -40,7 +44,7 @@ class Core:
         for step in range(steps):
             if self.left_out.is_leaving:
                 told += self.left_out.leave()
-            parts = self.shares.of(32, len(self.ranks))
+            parts = self.shares.of(32, max(self.ranks) + 1)
             busy_s = [0.001 * part for part in parts]
             busy_s[-1] += self.slow_s
             done = [
@@ -79,7 +83,7 @@ def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> N
 
 def test_all_keep_a_share_where_state_would_stay_behind() -> None:
     """Which is said once, with what it costs."""
-    core, why = Core(), "the loop steps with a GradScaler"
+    core, why = Core(), "SyncBatchNorm layers need every rank"
     (line,) = reasons(core.epoch(0, unknown=why) + core.epoch(1, unknown=why))
     assert line.startswith("steps are predicted to be 6.")
     assert line.endswith(f" times as fast without rank 1, but all keep a share: {why}")
@@ -96,6 +100,66 @@ def test_all_stay_where_state_is_seen_in_an_epochs_first_step() -> None:
     (line,) = reasons(told)
     assert line.endswith(f"without rank 1, but all keep a share: {why}")
     assert core.epoch(2, unknown=why) == []
+
+
+UNKNOWN = "", *STALE, "SyncBatchNorm layers need every rank"
+SLOWNESS, STATE = st.sampled_from([0.0, SLOW_S]), st.sampled_from(UNKNOWN)
+EPOCH = st.tuples(st.integers(1, 120), SLOWNESS, STATE, st.booleans())
+
+
+@given(st.lists(EPOCH, min_size=1, max_size=6))
+@settings(max_examples=40)
+def test_a_rank_that_lacks_state_never_has_a_share_again(
+    epochs: list[tuple[int, float, str, bool]],
+) -> None:
+    """Also where another rank dies; and nobody leaves where every rank is needed."""
+    core, members, seen = Core(4), {0, 1, 2, 3}, ""
+    gone: set[int] = set()
+    for number, (steps, slow_s, unknown, dies) in enumerate(epochs):
+        core.slow_s = slow_s
+        seen = unknown if seen in ("", *STALE) and unknown else seen
+        before = core.left_out.ranks
+        core.epoch(number, steps, seen)
+        assert 0 not in core.left_out.ranks
+        if seen == UNKNOWN[-1]:
+            assert gone or set(core.left_out.ranks) <= set(before)
+        gone |= set(core.left_out.final)
+        assert set(core.left_out.final) == gone & members
+        if dies and 1 in members:
+            members, core.ranks = {0, 2, 3}, [0, 2, 3]
+            core.shares.follow(core.ranks)
+            core.left_out.reset(core.ranks)
+            core.left_out.unknown.pop(1, None)
+        core.left_out.begin_epoch(number + 1, BatchSizes(((32, 9),)), core.now_s)
+        shares = core.shares.of(32, 4)
+        assert [rank for rank in gone & members if shares[rank]] == []
+        assert sum(shares) == 32
+
+
+def test_a_rate_that_moves_while_a_rank_is_tried_ends_the_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the second step on the rank would train with another rate."""
+    monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
+    core = Core()
+    core.epoch(0)
+    core.slow_s = 0.0
+    (line,) = reasons(core.epoch(1, unknown=RATE_MOVES))
+    assert f"none returns, because {RATE_MOVES} (leave_out=False" in line
+    assert core.left_out.ranks == core.left_out.final == (1,)
+
+
+def test_trials_that_fail_come_at_growing_intervals() -> None:
+    core, tried_s = Core(), list[float]()
+    core.epoch(0, steps=60)
+    while len(tried_s) < 5:
+        core.now_s += 1.0
+        core.left_out._now_s, core.left_out._steps_left = core.now_s, 10**6
+        if core.left_out.is_trial_due:
+            tried_s.append(core.now_s)
+            core.epoch(0, steps=60)
+    waits_s = [after - before for before, after in itertools.pairwise(tried_s)]
+    assert all(b >= 1.9 * a for a, b in itertools.pairwise(waits_s)), waits_s
 
 
 def test_a_trial_that_is_slower_ends_where_no_prediction_says_so(

@@ -61,7 +61,8 @@ def test_a_throttled_rank_gets_its_share_back_through_trials_of_one_step(
         return slow * noise * (0.05 + 0.00015 * share)
 
     rng = random.Random(0)
-    policy = SyncPolicy(PAIR, Settings(config=RunConfig(**nested(options))))
+    config = RunConfig(leave_out=False, **nested(options))
+    policy = SyncPolicy(PAIR, Settings(config=config))
     seen = grants_of(PolicyChooser(policy), BatchSizes.of([BATCH] * 1200), step_s)
     assert seen[-1].stop == 1200
     if options:

@@ -107,7 +107,8 @@ class AutoChooser(MeasuredSteps):
 
     @property
     def _wants_windows(self) -> bool:
-        return self._chosen.carried_out_by != "sync"
+        is_kept = bool(self._sync.exclusion.final)  # windows need every rank's state
+        return self._chosen.carried_out_by != "sync" and not is_kept
 
     @property
     def loss_limits(self) -> LossLimits:

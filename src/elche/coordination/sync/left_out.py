@@ -4,7 +4,11 @@ A rank makes every step longer if its least share, or its link, takes longer tha
 other ranks' whole step. The step time with it is measured. The step time without it is
 predicted from the ranks' time models, and measured after the exclusion. An excluded
 rank takes part in each epoch's first step and copies the model at the epoch's end.
-Trials measure whether it has become fast enough; they cost at most 2 % of the time.
+Trials measure whether it has become fast enough; they cost at most 2 % of the time, and
+each one that fails doubles the time to the next.
+
+Where state moves with a rank's batches that elche cannot copy (`STALE`), the exclusion
+is final: the rank's part of each epoch's first step is empty, and no trial follows.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
-from statistics import median
 from typing import NamedTuple, final
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
+from elche.coordination.sync.step_reports import STALE
 from elche.coordination.sync.step_shares import StepShares
 
 LEAST_GAIN = 0.1
@@ -30,10 +34,8 @@ CARRYING_S = 0.1
 """Assumed time (s) of copying the model to excluded ranks, until measured."""
 SETTLING_GRANTS = 4
 """Grants after a change that are not measured: shares still move."""
-MEASURED_GRANTS, MEASURED_STEPS, MEASURED_S = 4, 12, 1.0
-"""Least grants, steps and seconds that are measured for a median step time."""
-TRIED_STEPS = 4
-"""Measured steps of a trial, each a grant of its own."""
+MEASURED_GRANTS, MEASURED_S = 4, 0.5
+"""Least grants and seconds that are measured for a step time; a trial's are short."""
 
 
 class _Phase(Enum):
@@ -42,22 +44,21 @@ class _Phase(Enum):
     ==========================================  ===================  =========
     event                                       from                 to
     ==========================================  ===================  =========
-    measured: all ranks save time               MEASURING            TOGETHER
-    measured twice in a row: some do not        MEASURING, APART     LEAVING
-    an epoch begins, and some saved no time     MEASURING, TOGETHER  TRIAL
+    measured twice in a row: some save no time  MEASURING, APART     LEAVING
+    an epoch begins, and some saved no time     MEASURING            TRIAL
     an epoch begins                             LEAVING, APART       TRIAL
     its first step is done                      TRIAL                LEAVING
     or some steps, and all ranks save time      TRIAL                MEASURING
     the membership has changed                  any but OFF          MEASURING
+    the same, and exclusions are final          any but OFF          APART
     ==========================================  ===================  =========
 
     A loop without a batch in an epoch may fail (a mean over none, for example), so each
-    rank has a share of an epoch's first step.
+    rank takes part in an epoch's first step. An epoch is cut for a trial that is due.
     """
 
     OFF = "all keep a share to the end of the run"
     MEASURING = "all take part and are measured"
-    TOGETHER = "all take part to the end of the epoch, and are measured for the next"
     LEAVING = "the steps that are granted already; then some are left out"
     APART = "some are left out, and the others are measured"
     TRIAL = "all take part in an epoch's first step, or in some to see what they cost"
@@ -89,8 +90,7 @@ class _Exclusion:
         return (
             f"{_named(self.ranks)} excluded: steps of {1e3 * self.with_s:.3g} ms take "
             f"{1e3 * self.without_s:.3g} ms without {them} ({self.gain:.2f} times as "
-            f"fast); the model is copied to {them} at the end of every epoch, and all "
-            "ranks are retried now and then (leave_out=False keeps all)"
+            f"fast); the model is copied to {them} at the end of every epoch"
         )
 
 
@@ -103,6 +103,7 @@ class ExcludedRanks:
         changing: ranks that are being excluded or readmitted, until the active ranks
             have run a step and so are in one group.
         unknown: by rank, the state that cannot be copied to another rank, or "".
+        final: excluded ranks that lack state, and never return.
         carrying_s: time (s) in which a rank copies the model.
     """
 
@@ -120,6 +121,7 @@ class ExcludedRanks:
         self.unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
         self.changing: tuple[int, ...] = ()
+        self.final: tuple[int, ...] = ()
         self._recent: list[_Measured] = []
         self._settling = SETTLING_GRANTS
         self._suspects: _Exclusion | None = None
@@ -129,8 +131,10 @@ class ExcludedRanks:
         self._bias = 0.0  # of predictions, once one has been verified
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
-        self._announced: tuple[int, ...] = ()
-        self._has_announced = self._decides = False
+        self._tried_s, self._pause_s = float("-inf"), 0.0
+        self._announced: tuple[tuple[int, ...], ...] = ()
+        self._has_announced = self._decides = self._waits = False
+        self._is_auto, self._is_stream = config.policy == "auto", settings.is_stream
 
     def allow(
         self, ranks: tuple[int, ...], with_s: float, without_s: float
@@ -170,17 +174,29 @@ class ExcludedRanks:
         """True during a trial, in which steps are granted one by one."""
         return self._phase is _Phase.TRIAL
 
+    @property
+    def is_trial_due(self) -> bool:
+        """True if the epoch is to be cut for a trial of excluded ranks."""
+        is_due = bool(self.ranks) and self._now_s >= self._trial_due_s
+        returns = not (self.final or self._is_stream)
+        return is_due and returns and self._is_worth(self._chosen)
+
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float
     ) -> list[LeaveOut]:
         """Begins an epoch; excluded ranks take part in its first step or a trial."""
-        self._epoch, self._samples = epoch, sizes.runs[0][0]
+        is_rest, self._epoch = epoch == self._epoch, epoch
+        self._samples = sizes.runs[0][0]
+        since_s = self._now_s if is_rest else now_s  # a cut takes time as well
         self._steps_left, self._now_s = sizes.num_batches, now_s
+        self._note_stale()
         replies: list[LeaveOut] = []
         decides, found = False, self._agreed
         if self._phase is _Phase.APART:
             is_worth = self._is_worth(self._chosen)
-            decides = now_s >= self._trial_due_s or not is_worth
+            is_due = now_s >= self._trial_due_s or not is_worth
+            decides = is_due and not self.final
+            self._tried_s = since_s if decides else self._tried_s
         elif found is not None and self._is_worth(found):
             replies = self._choose(found)
         if self._phase in (_Phase.LEAVING, _Phase.APART):
@@ -193,9 +209,14 @@ class ExcludedRanks:
         """Applies the chosen exclusion; called when no granted step is under way."""
         chosen = self._chosen
         self._enter(_Phase.APART)
-        line = str(chosen) if chosen.ranks != self._announced else ""
-        self._announced = chosen.ranks
-        return self._set(chosen.ranks, line)
+        self.ranks = chosen.ranks
+        self._note_stale()
+        before, self._announced = self._announced, (chosen.ranks, self.final)
+        returns = "all ranks are retried now and then"
+        if self.final:
+            returns = f"none returns, because {self._stale}"
+        line = f"{chosen}, and {returns} (leave_out=False keeps all)"
+        return self._set(chosen.ranks, line if before != self._announced else "")
 
     def measured(
         self, reports: Sequence[StepsDone], steps: int, steps_left: int, now_s: float
@@ -211,9 +232,10 @@ class ExcludedRanks:
         if self._phase in (_Phase.OFF, _Phase.LEAVING):
             return []
         self._steps_left, self._now_s = steps_left, now_s
-        if self.is_trying and any(self.unknown.values()):
+        self._note_stale()
+        if self.is_trying and self._kept and not self.final:
             self._enter(_Phase.MEASURING)  # new in this epoch: no rank is behind yet
-        elif self.is_trying and not self._decides:
+        elif self.is_trying and (not self._decides or any(self.unknown.values())):
             self._phase = _Phase.LEAVING
         elif self._settling > 0:
             self._settling -= 1
@@ -221,22 +243,22 @@ class ExcludedRanks:
             step_s = max(each.busy_s + each.sync_wait_s for each in reports) / steps
             shown_s = min(each.sync_wait_s for each in reports) / steps
             self._recent.append(_Measured(steps, step_s, shown_s))
-            if self._is_enough:
-                replies = self._look(median(each.step_s for each in self._recent))
+            taken_s = sum(each.steps * each.step_s for each in self._recent)
+            is_long = self.is_trying or taken_s >= MEASURED_S
+            if is_long and len(self._recent) >= MEASURED_GRANTS:
+                replies = self._look(self._usual_s)
                 self._recent.clear()
                 return replies
         return []
 
     @property
-    def _is_enough(self) -> bool:
-        """True if the measurements suffice for a decision."""
-        recent = self._recent
-        steps = sum(each.steps for each in recent)
-        if self.is_trying:
-            return steps >= TRIED_STEPS
-        taken_s = sum(each.steps * each.step_s for each in recent)
-        is_long = steps >= MEASURED_STEPS and taken_s >= MEASURED_S
-        return is_long and len(recent) >= MEASURED_GRANTS
+    def _usual_s(self) -> float:
+        """Mean time (s) of a measured step, without the grant of the longest.
+
+        A rank with a quota of its processor stalls only some steps: no median shows it.
+        """
+        usual = sorted(self._recent, key=attrgetter("step_s"))[:-1]
+        return sum(e.steps * e.step_s for e in usual) / sum(e.steps for e in usual)
 
     def _look(self, step_s: float) -> list[LeaveOut]:
         """Decides by the measured step time; excludes ranks found twice in a row."""
@@ -261,46 +283,66 @@ class ExcludedRanks:
             return self._announce(line) if gain > 1.0 else []
         agreed = self._agreed = found if self._suspects is not None else None
         self._suspects = found
-        if found is None and self._phase is _Phase.MEASURING:
-            self._phase = _Phase.TOGETHER
-        if self._phase is _Phase.TOGETHER or agreed is None:
+        # Without all ranks auto does not measure what windows would gain.
+        self._waits |= self._is_auto and found is None and not self.ranks
+        if agreed is None or self._waits or not self._is_worth(agreed):
             return []
-        return self._choose(agreed) if self._is_worth(agreed) else []
+        return self._choose(agreed)
 
     def reset(self, members: Sequence[int]) -> None:
         """Restarts measuring with all members after a membership change."""
         self.ranks = self.changing = ()
         self._members = list(members)
+        self.final = tuple(rank for rank in self.final if rank in members)
+        self._chosen = replace(self._chosen, ranks=self.final)
         if self._phase is not _Phase.OFF:
-            self._enter(_Phase.MEASURING)
+            self._enter(_Phase.APART if self.final else _Phase.MEASURING)
 
     def _enter(self, phase: _Phase) -> None:
         """Enters a phase and discards measurements of the last one."""
         self._phase = phase
         self._recent.clear()
-        self._settling, self._suspects, self._agreed = SETTLING_GRANTS, None, None
+        self._settling, self._waits = SETTLING_GRANTS, False
+        self._suspects = self._agreed = None
 
     def _choose(self, found: _Exclusion) -> list[LeaveOut]:
         """Starts an exclusion, unless it would lose state or exclude the first rank."""
-        unknown = next(filter(None, self.unknown.values()), "")
-        if not unknown and self._first not in found.ranks:
-            self._phase, self._chosen = _Phase.LEAVING, found
+        if not self._kept and self._first not in found.ranks:
             if not self.ranks:  # else with_s is of steps without those ranks
                 self._all_s = found.with_s
-            steps = SETTLING_GRANTS + TRIED_STEPS
-            cost_s = steps * (self._all_s - found.without_s)
-            self._trial_due_s = self._now_s + cost_s / TRIAL_COST
+            steps = SETTLING_GRANTS + MEASURED_GRANTS
+            cost_s = steps * (self._all_s - found.without_s) + 2 * self.carrying_s
+            pause_s, tried_s = cost_s / TRIAL_COST, self._now_s - self._tried_s
+            if tried_s < self._pause_s:  # the last trial failed, or was wrong
+                pause_s = max(pause_s, 2.0 * self._pause_s, tried_s / TRIAL_COST)
+            self._pause_s, self._trial_due_s = pause_s, self._now_s + pause_s
+            self._phase, self._chosen = _Phase.LEAVING, found
             return []
         if self.is_trying:
             self._enter(_Phase.MEASURING)
         if self.ranks or self._has_announced:
             return []
         self._has_announced = True
-        why = unknown or "this rank is never excluded; start it on a faster device"
+        why = self._kept or "this rank is never excluded; start it on a faster device"
         return self._announce(
             f"steps are predicted to be {found.gain:.2f} times as fast without "
             f"{_named(found.ranks)}, but all keep a share: {why}"
         )
+
+    @property
+    def _kept(self) -> str:
+        """State because of which no rank may be excluded; "" if there is none."""
+        unknown = filter(None, self.unknown.values())
+        return next((each for each in unknown if each not in STALE), "")
+
+    @property
+    def _stale(self) -> str:
+        """State that excluded ranks lack from now on; "" if there is none."""
+        return next((each for each in self.unknown.values() if each in STALE), "")
+
+    def _note_stale(self) -> None:
+        if self.ranks and self._stale:
+            self.final = self.ranks
 
     def _shorter(self, step_s: float) -> _Exclusion | None:
         """Returns ranks without which steps are predicted to be clearly shorter."""
@@ -348,7 +390,7 @@ class ExcludedRanks:
         """Excludes exactly these ranks; returns the notifications to all members."""
         self.changing = ranks or self.ranks or self.changing
         self.ranks = ranks
-        self._shares.exclude(ranks)
+        self._shares.exclude(ranks or self.final)
         return [
             LeaveOut(rank=rank, epoch=self._epoch, left_out=ranks, reason=reason)
             for rank in self._members

@@ -20,6 +20,14 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 EARLY = "the next batch is asked for before the backward pass of the last one"
 """Reason for ``fetches_early``: steps are then reported one step later."""
 
+SCHEDULED = "elche does not know of the learning rate scheduler (schedulers=)"
+RATE_MOVES = "the learning rate changes inside an epoch"
+SCALED = "the loop steps with a GradScaler"
+STALE = SCHEDULED, RATE_MOVES, SCALED
+"""State of a loop that moves with its batches and cannot be copied. An excluded rank
+lacks it, so it never returns.
+"""
+
 
 class StepReports:
     """One rank's grants of an epoch, oldest first, and their reports.

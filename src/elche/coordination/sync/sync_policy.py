@@ -122,9 +122,13 @@ class SyncPolicy(Policy):
         if self._left:
             outcome.instructions += self._top_up()
             return self._end_early(outcome, now_s)
-        if self.exclusion.is_leaving and self.is_drained and grants.ungranted:
-            outcome.instructions += self.exclusion.leave()
-            self._handover.behind.update(self.exclusion.ranks)
+        exclusion = self.exclusion
+        if exclusion.is_trial_due:
+            self.cut_short()
+        has_steps = bool(grants.ungranted or exclusion.final)  # those copy the model
+        if exclusion.is_leaving and self.is_drained and has_steps:
+            outcome.instructions += exclusion.leave()
+            self._handover.behind.update(exclusion.ranks)
         outcome.instructions += self._top_up()
         is_done = not (grants or grants.ungranted)
         is_over = is_done or (self._is_cut and self.is_drained)
@@ -173,6 +177,7 @@ class SyncPolicy(Policy):
         return LossLimits(
             sole_holders=self._active if is_sole else frozenset(),
             changing=self.exclusion.changing,
+            stale=self.exclusion.final,
             has_breaks=bool(self._left),
         )
 
@@ -183,7 +188,7 @@ class SyncPolicy(Policy):
         return not (busy or self._left)
 
     def cut_short(self) -> None:
-        """Ends the epoch after its granted steps; another policy runs the rest."""
+        """Ends this part of the epoch after its granted steps."""
         self._is_cut = True
 
     def make_room(self, wanted: bool) -> list[Instruction]:
@@ -315,7 +320,8 @@ class SyncPolicy(Policy):
             return []
         steps = grant.steps
         self.shares.measured(reports, steps)
-        self.grants.measured(max(report.busy_s for report in reports) / steps)
+        taken_s = max(report.busy_s + report.sync_wait_s for report in reports)
+        self.grants.measured(taken_s / steps)
         left = self.grants.ungranted
         return self.exclusion.measured(reports, steps, left, now_s)
 

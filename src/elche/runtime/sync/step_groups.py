@@ -132,18 +132,7 @@ class StepGroups:
             )
 
     def unknown(self) -> str:
-        """State of this rank that cannot be copied to another; "" if there is none.
-
-        Raises:
-            ConfigError: a GradScaler has begun to step while ranks are excluded, whose
-                loss it would scale differently.
-        """
-        if self._apart and self._observer.scaler.has_scaler:
-            raise ConfigError(
-                f"a GradScaler began to step while ranks {self._apart} are excluded, "
-                "whose GradScaler did not; use it from the first step on, or keep all "
-                "ranks with leave_out=False"
-            )
+        """State of this rank that cannot be copied to another; "" if there is none."""
         return self._observer.uncarried()
 
     def adopt(self, source: int, epoch: int) -> None:

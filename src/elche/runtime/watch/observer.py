@@ -11,7 +11,7 @@ next batch      the epoch                            all but the guard
 
 An excluded rank, and one that joins, adopts model and optimizers. Other state that its
 loop would have moved with its batches stays behind. So where such state is seen, no
-rank is excluded and none joins.
+rank joins, and none is excluded or returns (`STALE`: none returns).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.messages import Scalars
+from elche.coordination.sync.step_reports import RATE_MOVES, SCALED, SCHEDULED, STALE
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.resume_sync import plain_schedule
 from elche.runtime.training import Training
@@ -152,9 +153,14 @@ class LoopObserver:
         return [each for each in held if plain_schedule(each) is not None]
 
     def uncarried(self) -> str:
-        """First state, in words, that cannot be copied to an excluded rank; or ""."""
-        self._uncarried = self._seen()
-        return self._uncarried or (UNCOUNTED if self._may_count else "")
+        """First state, in words, that cannot be copied to an excluded rank; or "".
+
+        State of `STALE` comes last: ranks may be excluded in spite of it.
+        """
+        if not self._uncarried or self._uncarried in STALE:
+            self._uncarried = self._seen() or self._uncarried
+        is_kept = bool(self._uncarried) and self._uncarried not in STALE
+        return UNCOUNTED if self._may_count and not is_kept else self._uncarried
 
     def barred(self) -> str:
         """Reason why a rank that joins would take other steps; "" if there is none.
@@ -163,27 +169,23 @@ class LoopObserver:
         """
         if self._is_uneven or not self.guard.all_have_stepped:
             return "some batches are not followed by a step of every optimizer"
-        return self._seen()
+        return self._uncarried or self._seen()
 
     def _seen(self) -> str:
         """State, in words, that moves with a rank's batches and cannot be copied."""
-        if self._uncarried:
-            return self._uncarried
-        known = {id(each.optimizer) for each in self.carried_schedulers}
-        optimizers = [o for o in self.optimizers() if id(o) not in known]
-        if any(map(is_scheduled, optimizers)):
-            return "elche does not know of the learning rate scheduler (schedulers=)"
-        if self.schedulers.rates.has_moved(optimizers):
-            return "the learning rate changes inside an epoch"
-        if self.scaler.has_scaler:
-            return "the loop steps with a GradScaler"
         if self.copies.has_unknown:
             return "elche does not know of the AveragedModel (copies=[...])"
         if sync_batchnorm_layers(self._model):
             return "SyncBatchNorm layers need every rank"
         if dist.is_available() and dist.is_initialized():
             return "the script has a process group of torch's"
-        return ""
+        known = {id(each.optimizer) for each in self.carried_schedulers}
+        optimizers = [o for o in self.optimizers() if id(o) not in known]
+        if any(map(is_scheduled, optimizers)):
+            return SCHEDULED
+        if self.schedulers.rates.has_moved(optimizers):
+            return RATE_MOVES
+        return SCALED if self.scaler.has_scaler else ""
 
     def drain_scalars(self, final: bool) -> Scalars:
         """Scalars logged since the last call; True waits for all."""

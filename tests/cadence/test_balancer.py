@@ -198,3 +198,27 @@ def test_a_rank_left_out_and_back_brings_no_new_sizes() -> None:
             ]
             shares.report(split, [max(0.0, each) for each in busy_s])
     assert len(sizes) <= 8
+
+
+@given(
+    slow=st.floats(1.2, 6.0),
+    cold_s=st.floats(0.0, 1.0),
+    falls=st.lists(st.floats(3.0, 20.0), max_size=4),
+)
+@settings(deadline=None)
+def test_equal_warm_up_on_all_ranks_is_forgotten_at_the_second_warm_step(
+    slow: float, cold_s: float, falls: list[float]
+) -> None:
+    def busy_s(rank: int, samples: int) -> float:
+        return 0.004 + (0.00125, 0.00125 * slow)[rank] * samples
+
+    ranks = Balancer(2)
+    colds_s = [cold_s]
+    for fall in falls:
+        colds_s.append(colds_s[-1] / fall)
+    for extra_s in (*colds_s, 0.0, 0.0):
+        parts = ranks.sizes(32)
+        ranks.report(parts, [busy_s(r, n) + extra_s for r, n in enumerate(parts)])
+    best_s = min(max(busy_s(0, n), busy_s(1, 32 - n)) for n in range(1, 32))
+    step_s = max(map(busy_s, range(2), ranks.sizes(32)))
+    assert step_s <= 1.15 * best_s

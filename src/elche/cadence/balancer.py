@@ -127,6 +127,11 @@ class Balancer:
         """True if a rank has been measured."""
         return any(model.is_measured for model in self._models)
 
+    @property
+    def is_warm(self) -> bool:
+        """True if no rank's measurements may all be of its warm-up."""
+        return all(model.is_warm or not model.is_measured for model in self._models)
+
     def report(self, samples: Sequence[int], busy_s: Sequence[float]) -> None:
         """Records one measured step of all ranks.
 
@@ -179,13 +184,15 @@ class Balancer:
         best = self._shortest(total, times)
         kept = self._kept.pop(total, None)
         steps, self._reports = self._reports, 0
+        is_warm = self.is_warm
         if kept is None:
             kept = self._choices(best, times)[1]
         elif self._gain(best, kept, times) > REBALANCE_GAIN:
-            split = self._of_few_sizes(best, times, steps)
+            split = self._of_few_sizes(best, times, steps) if is_warm else best
             if self._gain(split, kept, times) > REBALANCE_GAIN:
                 kept = split
-        self._sizes.use(kept)
+        if is_warm:  # else it may be a guess, which no later split is to reuse
+            self._sizes.use(kept)
         self._kept[total] = kept
         while len(self._kept) > MAX_KEPT_SIZES:
             del self._kept[next(iter(self._kept))]

@@ -51,7 +51,9 @@ MAX_RISE = 4.0
 SETTLED = 0.1
 """Relative error of a prediction above which a rank's speed counts as changing."""
 JUMP = 0.3
-"""Relative error above which the estimate is replaced by the new speed."""
+"""Relative error above which the estimate is replaced by the new speed. A first step
+that takes longer than the next one by more than this was part of the warm-up.
+"""
 SPREAD = 1.25
 """Least ratio of two batch sizes by which a fixed cost can be estimated."""
 LIKE_SIZE = 0.20
@@ -87,6 +89,7 @@ class RankTime:
     __slots__ = (
         "_against",
         "_is_settled",
+        "_is_warm",
         "_largest",
         "_levels",
         "_most_recent",
@@ -108,6 +111,12 @@ class RankTime:
         self._most_recent = recent
         self._recent: list[tuple[int, float]] = []
         self._is_settled = False
+        self._is_warm = recent == 1
+
+    @property
+    def is_warm(self) -> bool:
+        """True if a step was not much shorter than the one before it."""
+        return self._is_warm
 
     @property
     def is_measured(self) -> bool:
@@ -199,6 +208,8 @@ class RankTime:
         """
         if not (math.isfinite(busy) and busy > 0.0):
             raise ConfigError(f"a time must be positive and finite, got {busy!r}")
+        if not self._is_warm and self._size:
+            self._leave_warm_up(samples, busy)
         if self._most_recent > 1:
             samples, busy = self._typical(samples, busy)
         elif self._size:
@@ -217,20 +228,32 @@ class RankTime:
             costs = [busy / _load(shape, samples) for shape in SHAPES]
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
         # All levels follow alike, however badly their shapes have predicted.
-        error = abs(ratios[self._shape] - 1.0)
+        error, jumps = abs(ratios[self._shape] - 1.0), False
         if self._most_recent > 1:
             is_known = len(self._recent) == self._most_recent
             self._is_settled = is_known and error <= max(SETTLED, 2.0 * self._noise)
             jumps = error > max(JUMP, MOST_DEVIATIONS * self._noise)
-            self._judge([abs(math.log(ratio)) for ratio in ratios])
-            if jumps:
-                self._levels = costs
-                return
-        else:
-            self._judge([abs(math.log(ratio)) for ratio in ratios])
+        self._judge([abs(math.log(ratio)) for ratio in ratios])
+        if jumps:
+            self._levels = costs
+            return
         weight = min(max(error, MIN_ALPHA), MAX_ALPHA)
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
+
+    def _leave_warm_up(self, samples: int, busy: float) -> None:
+        """Forgets earlier batches if, by their times, this one is too short.
+
+        Warm-up takes about as long on all ranks, so unequal ranks look equal.
+        """
+        ratio = busy / (self.of(self._size) * min(1.0, samples / self._size))
+        self._is_warm = ratio > 1.0 - JUMP
+        if not self._is_warm:
+            self._levels, self._against = [0.0], [0.0]
+            self._shape = self._size = self._smallest = self._largest = 0
+        if ratio < 1.0 - SETTLED:
+            self._recent = []
+            self._levels = [ratio * level for level in self._levels]
 
     def _split_levels(self) -> None:
         """Tracks all shapes from now on; for a single size they are all equal."""

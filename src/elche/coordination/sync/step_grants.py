@@ -30,8 +30,6 @@ from elche.errors import ProtocolError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
-FIRST_STEPS = 2
-"""Steps with guessed shares: one that compiles, untimed, and one timed."""
 
 
 @dataclass(slots=True)
@@ -224,7 +222,6 @@ class StepGrants:
         """Commits the oldest grant, which all ranks have run."""
         grant = self._granted.popleft()
         self.committed_until = grant.stop
-        self._guesses &= grant.stop < FIRST_STEPS
         return grant
 
     def measured(self, step_s: float) -> None:
@@ -266,6 +263,7 @@ class StepGrants:
         """Grants steps until the loaders' horizon and two grants are covered."""
         replies: list[GrantBatches] = []
         exclusion = self._exclusion
+        self._guesses &= self._step_s == math.inf or not self._shares.is_warm
         is_single = self.is_single or self._guesses or exclusion.is_trying
         steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         steps = 1 if is_single else steps

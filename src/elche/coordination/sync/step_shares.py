@@ -89,6 +89,11 @@ class StepShares:
         self._balancer.report(samples, busy_s)
         self._steps += steps
 
+    @property
+    def is_warm(self) -> bool:
+        """True if no member's measurements may all be of its warm-up."""
+        return self._balancer.is_warm
+
     def limit(self, rank: int, samples: int) -> None:
         """Limits a rank's later shares to what its device turned out to hold.
 

@@ -146,3 +146,28 @@ def _is_reached(found: list[float], share: float, steps: int) -> bool:
     if len(found) == 1:
         return share <= LEAST_SHARE
     return share >= 0.75 * found[0]
+
+
+def shares_after_warm_up(cold_s: tuple[float, ...], steps: int) -> list[int]:
+    """Sizes of this rank's share of each step; the first ones take longer."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    data = TensorDataset(torch.randn(BATCH * steps, 1))
+    model, optimizer, loader = elche.setup(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        DataLoader(data, batch_size=BATCH),
+        policy="sync",
+        epochs=1,
+    )
+    sizes = []
+    try:
+        for number, (x,) in enumerate(loader):
+            sizes.append(len(x))
+            time.sleep(sum(cold_s[number : number + 1]))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    finally:
+        elche.shutdown()
+    return sizes

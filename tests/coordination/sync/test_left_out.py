@@ -74,7 +74,7 @@ def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> N
     core = Core()
     (line,) = reasons(core.epoch(0))
     assert core.left_out.ranks == (1,)
-    assert "rank 1 excluded: steps of 202 ms take 32 ms without it (6.3" in line
+    assert "rank 1 excluded: steps of 201 ms take 32 ms without it (6.2" in line
     core.slow_s = 0.0
     lines = [line for number in range(1, 40) for line in reasons(core.epoch(number))]
     assert core.left_out.ranks == ()

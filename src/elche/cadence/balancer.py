@@ -55,7 +55,7 @@ class Balancer:
             unknown or unlimited; ranks at the end may be omitted.
         accumulates: ranks run a share above their cap in micro-batches, so that caps
             make shares slower but do not limit them.
-        times: measured times of the ranks, read and updated; None starts anew.
+        times: measured times of the ranks, read and updated; None: not measured yet.
 
     Raises:
         ConfigError: speed_hints does not fit the ranks.
@@ -162,7 +162,7 @@ class Balancer:
         Returns:
             One size per rank, with sum ``batch_samples``. Each is at least
             ``min_share_samples``. If the batch is too small for that, the fastest ranks
-            get at least as much (the fastest rank whatever there is) and the others 0.
+            get at least ``min_share_samples`` (or the fastest all of it), the others 0.
             No size is above its rank's cap, unless the ranks accumulate.
 
         Raises:

@@ -206,7 +206,7 @@ class RayRanks:
 
 
 def _reserve(spec: RankSpec) -> tuple[RankSpec, PlacementGroup]:
-    """Requests room for a rank: a placement group of its own outlives other nodes."""
+    """Requests a placement group for one rank: it survives the loss of other nodes."""
     labels = [dict(spec.label_selector)]
     return spec, placement_group([dict(spec.resources)], bundle_label_selector=labels)
 

@@ -216,7 +216,7 @@ class _BackwardPass:
     """One backward pass in progress: its emulated time and its state.
 
     Each gradient takes an equal part of the time, in whatever order autograd
-    brings them. Parameters are about as many in every layer, so this is time by
+    brings them. Layers have about equal numbers of parameters, so this is time by
     depth; time by size would leave almost none for the layers below a large
     table, whose real compute then has nothing to hide in.
     """

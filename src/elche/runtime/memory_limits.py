@@ -1,4 +1,4 @@
-"""Memory limits of a rank: given by the user, met in training, reported to the run."""
+"""Memory limits of a rank: set by the user or found in training, and reported."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ class UserCollectives:
     def _refuse_new(self, call: str) -> None:
         if self._worker.is_new:
             raise ConfigError(
-                f"{call} on a rank that is to join the run: the others call it "
-                "elsewhere; call it inside `for epoch in elche.epochs(...)`"
+                f"{call} before this rank has joined the run: the other ranks are at "
+                "another call; use it inside `for epoch in elche.epochs(...)`"
             )
 
     def _would_hang(self, call: str, instead: str) -> ConfigError:

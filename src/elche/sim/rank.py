@@ -142,7 +142,7 @@ class Rank:
         rank: rank number.
         device: device that it trains on.
         epoch_of: returns the script of an epoch, or a part of it, for its policy.
-        is_new: whether it joins a run under way.
+        is_new: True if it joins a running run.
 
     Attributes:
         epoch: number of the current or next epoch.

@@ -57,7 +57,7 @@ class PolicyChosen:
 class LeaveOut:
     """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
 
-    () readmits all ranks. If the participants change, no granted step is under way.
+    () readmits all ranks. If the participants change, no granted step is open.
     ``reason`` is a line for the user, which may come without a change.
     """
 

@@ -62,7 +62,7 @@ class DevicePrefetcher(Generic[Tag]):
             yet. It may call :meth:`discard`.
         device: device that batches are moved to.
         copies: the stream of copies, None to move nothing ahead.
-        read: reads the device's memory.
+        read: function that returns the device's memory.
 
     Attributes:
         depth: batches held ahead at present.

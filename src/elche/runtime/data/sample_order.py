@@ -90,7 +90,7 @@ class SampleOrder:
 
         Args:
             group: group of the living ranks.
-            source: a rank's place that has it; None: it was lost with its rank.
+            source: place of a rank that has the order; None: it was lost with its rank.
         """
         if source is None and group.rank == 0:
             self.restore_received()

@@ -49,7 +49,7 @@ def write_whole(text: str) -> None:
 class ExitWatch:
     """Records calls of ``sys.exit`` in the main thread of this process.
 
-    A generator that is closed cannot tell a ``break`` from an exception.
+    A closed generator cannot distinguish a ``break`` from an exception.
 
     Attributes:
         code: exit code of the last call, or None; a loop that continues has caught the

@@ -65,7 +65,7 @@ class Worker:
 
     Attributes:
         is_cold: the current batch is not timed.
-        max_samples: most samples that the device holds at once; 0: no limit was met.
+        max_samples: most samples that the device holds at once; 0: no limit found.
         on_wait: called repeatedly while this rank waits for others, with the ranks that
             have left the epoch.
         meets_in_forward: forward passes have collectives; no rank can leave alone.

@@ -261,7 +261,7 @@ def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:
 class CopiesMade:
     """Copies of a model's parameters in a module, dict or list of the script.
 
-    Views are left out: elche keeps averages in views of one tensor.
+    Views are excluded: elche keeps averages in views of one tensor.
 
     Args:
         model: trained model; copies are equal to it now.
@@ -320,8 +320,8 @@ def _is_copy(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def instances(kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """Objects of a kind that Python's collector knows.
+    """Objects of a kind that Python's garbage collector tracks.
 
-    By their types: asking a lazy module for its class would import it.
+    Compares types: reading ``__class__`` of a lazy module would import it.
     """
     return (each for each in gc.get_objects() if issubclass(type(each), kind))

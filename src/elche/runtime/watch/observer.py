@@ -91,7 +91,7 @@ class LoopObserver:
         """Starts watching optimizer steps, and copies where windows may run.
 
         Args:
-            synchroniser: knows which gradients are reduced; None: no step is checked.
+            synchroniser: record of reduced gradients; None: no step is checked.
         """
         if synchroniser is not None:
             self.guard.synchroniser = synchroniser
@@ -104,7 +104,7 @@ class LoopObserver:
         """Prepares for an epoch, or for the rest of it.
 
         Args:
-            sync: knows the trained parameters.
+            sync: holder of the trained parameters.
             is_counted: epochs, or steps, are counted here and not by the loop.
         """
         self._may_count = not is_counted

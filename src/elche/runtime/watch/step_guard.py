@@ -1,7 +1,8 @@
 """Hook of every optimizer step, and refusal of steps that ranks do not have in common.
 
 Every step, inside of epochs and outside, is checked for reduced gradients. Gradients
-that were changed or replaced after their reduction pass: all ranks change them alike.
+that were changed or replaced after their reduction pass if all ranks change them
+equally.
 Parameters outside the model are not reduced. Those that a loop makes anew for each
 batch are its own; those stepped in two batches, or held by an optimizer before the
 loop, are refused.
@@ -36,7 +37,7 @@ class StepGuard:
         steps: counts the batches that the loop has taken.
 
     Attributes:
-        synchroniser: knows which gradients are reduced; None: no step is checked.
+        synchroniser: record of reduced gradients; None: no step is checked.
         is_inside: the loop is inside an epoch.
         stepped: steps of optimizers so far.
         in_batch: ids of optimizers that have stepped in this batch.
@@ -171,7 +172,7 @@ class StepGuard:
         if any(_moves(p.grad) for p in old):
             why = foreign_parameters(type(optimizer).__name__, old)
             raise ConfigError(
-                f"{why}; create parameters that restart in every batch inside the loop"
+                f"{why}; create per-batch parameters anew inside the loop"
             )
 
 

@@ -194,8 +194,8 @@ class Balancer:
     def trial(self, batch_samples: int, steps: int) -> tuple[int, ...] | None:
         """Returns a split to run once, which measures a larger share of one rank.
 
-        At a few samples a fixed cost looks like a slow rank, for which another sample
-        seems to take longer than it is worth. Only another size shows that it does not.
+        With few samples, a fixed cost looks like a slow rank that is not worth another
+        sample. Only a measurement at another size can refute this.
         Ranks that wait for others are tried in turn. A trial's share is the largest
         whose cost stays within the budget even if no part of the time is fixed.
 

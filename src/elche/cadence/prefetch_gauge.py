@@ -49,8 +49,8 @@ class ActivationPeak:
     """Activation peak, from an allocator's figures between steps.
 
     The allocator's peak is a maximum since the process began. So only a new maximum
-    measures the steps since the last call: an old peak would be compared with a buffer
-    that is filled differently now. If a program resets the peak at the end of every
+    measures the steps since the last call: at an old peak, another number of batches
+    may have been prefetched. If a program resets the peak at the end of every
     step, the activation peak counts as unknown.
 
     Attributes:

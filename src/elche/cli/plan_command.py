@@ -28,7 +28,7 @@ from elche.schedule.planning.planner import plan_pipeline
 
 @click.group()
 def plan() -> None:
-    """Say what training would cost on some devices, and how to do it best."""
+    """Estimate the cost of training on some devices, and find the best plan."""
 
 
 @plan.command(epilog="\b\n" + PIPELINE_FILE_FORMAT.replace("\n\n", "\n\n\b\n"))

@@ -223,7 +223,7 @@ class RayProcess:
         has_started: False while it waits for a node.
         trouble: why its last actor died before the start; "" if none did.
         returncode: see `RankProcess`.
-        running: its start and end.
+        running: task from its start to its end.
     """
 
     pid = None
@@ -249,7 +249,7 @@ class RayProcess:
         return self.returncode or 0
 
     def give_up(self, code: int) -> None:
-        """Takes it for ended; its actor is killed."""
+        """Treats the process as ended, and kills its actor."""
         self.returncode = code
         self.running.cancel()
 

@@ -60,7 +60,7 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
     """Refuses batches whose shares exceed the ranks' devices.
 
     Raises:
-        ConfigError: the message says what to do instead.
+        ConfigError: a share would not fit; the message names the remedy.
     """
     config, batch_size = training.config, training.loader.batch_size
     if len(config.caps) > world_size:

@@ -83,7 +83,7 @@ class Pauses:
         return False
 
     def cut(self, *, is_end: bool) -> None:
-        """Handles a cut of the epoch, on every rank; ``is_end``: for good."""
+        """Handles a cut of the epoch, on every rank; ``is_end``: without a rest."""
 
     def send_state(self, group: Group, source: int, is_new: bool) -> None:
         """Sends the state of ``source`` to ranks that join; with all ranks."""

@@ -129,8 +129,9 @@ def gather(rows: Tree) -> Tree:
             rows along its first dimension. A tensor without one is one row.
 
     Raises:
-        ConfigError: there is something else in it, there is no run, or this is the
-            inside of a loop in windows, where ranks run different numbers of batches.
+        ConfigError: a value of another type is nested in it, there is no run, or this
+            is the inside of a loop in windows, where ranks run different numbers of
+            batches.
         MismatchError: ranks pass rows of different shapes or dtypes.
         CommunicationError: a rank did not call it in time.
     """

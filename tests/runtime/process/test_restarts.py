@@ -126,7 +126,7 @@ def test_no_restart_after_the_same_error_without_progress(
     assert result.exit_code == 1
     assert lines[-1] == (
         "no restart: rank 0 ended with code 1 (rank 0 failed: ValueError: bad), twice, "
-        "and nothing won in between"
+        "and no progress in between"
     )
 
 

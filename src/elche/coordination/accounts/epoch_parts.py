@@ -81,7 +81,7 @@ class EpochRest:
     Attributes:
         sizes: the epoch's global batches.
         left: positions to train on.
-        steps: number of global batches for the rest, where ranks have died; 0 keeps
+        steps: number of global batches for the rest after ranks have died; 0 keeps
             what is left of each of the epoch's batches.
     """
 

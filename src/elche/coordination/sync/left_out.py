@@ -60,7 +60,7 @@ class _Phase(Enum):
     TOGETHER = "all take part to the end of the epoch, and are measured for the next"
     LEAVING = "the steps that are granted already; then some are excluded"
     APART = "some are excluded, and the others are measured"
-    TRIAL = "all take part in an epoch's first step, or in some to see what they cost"
+    TRIAL = "all take part in an epoch's first step, or in some steps that are measured"
 
 
 class _Measured(NamedTuple):

@@ -172,7 +172,7 @@ class Pacing:
     def reduction_s(self) -> float | None:
         """Time (s) of an overlapped reduction: the median of the last three.
 
-        Of two it is the smaller time, so that a spike has no effect; None without any.
+        Of two, the smaller one, so that a spike has no effect; None without any.
         """
         return median_low(self._taken_s) if self._taken_s else None
 

@@ -367,7 +367,7 @@ class WindowLoop:
     def _linger(self, now_s: float, why: str) -> Action | None:
         """Returns a short wait for work, instead of blocking on a slow link.
 
-        A new window or a lease has mostly been sent already, while adopting blocks
+        Usually a new window or a lease has been sent already, while adopting blocks
         until the reduction is done. None if neither can come, or after `LINGER_S`.
         """
         if self.in_flight is None or self._is_planned or self.end is not None:

@@ -197,8 +197,8 @@ class WindowPolicy(Policy):
         state, rank = self.state, event.rank
         if event.epoch != state.epoch:
             raise ProtocolError(
-                f"rank {rank} reports batches of epoch {event.epoch}, but the epoch "
-                f"the current one is {state.epoch}"
+                f"rank {rank} reports batches of epoch {event.epoch}, but the "
+                f"current epoch is {state.epoch}"
             )
         check_claim(event, state.ledger.train(rank, event.start, event.stop))
         state.book.trained(event)

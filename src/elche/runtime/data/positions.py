@@ -187,8 +187,8 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
         raise MismatchError(
             f"the data set has {length} samples on this rank, an epoch of {samples}, "
             f"but rank 0 drew epoch {positions.epoch} with {drawn}, up to index "
-            f"{last}; change the length of a data set between epochs, and on every "
-            "rank alike"
+            f"{last}; change the length of a data set between epochs, and equally "
+            "on every rank"
         )
 
 
@@ -217,7 +217,7 @@ def share_keys(
 
 
 def packed_keys(keys: list[Any]) -> tuple[torch.Tensor, int]:
-    """Keys as a tensor, and 1 if that holds their bytes.
+    """Keys as a tensor, and 1 if the tensor holds encoded bytes.
 
     Raises:
         ConfigError: a key cannot be sent without pickle.

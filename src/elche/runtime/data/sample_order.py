@@ -1,7 +1,7 @@
 """The order of an epoch's samples, drawn on the first living rank.
 
-Its generator states are sent with each epoch, so that the next rank draws as the first
-one would have if that dies.
+Its generator states are sent with each epoch, so that after its death the next rank
+draws the same order.
 """
 
 from __future__ import annotations

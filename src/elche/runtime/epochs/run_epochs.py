@@ -1,4 +1,4 @@
-"""The epochs of a run, one after another, as one rank goes through them."""
+"""The epochs of a run on one rank, one after another."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ class RunEpochs:
     def _compare(self) -> None:
         """Compares the whole model between all ranks, after a part has ended.
 
-        Skipped where a rank's loop has broken off: it may have raised.
+        Skipped if a rank's loop has left early: it may have raised.
         """
         end, self._ended = self._ended, None
         worker = self._worker

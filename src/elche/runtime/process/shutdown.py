@@ -38,7 +38,7 @@ def counted_hint(error: BaseException, policy: str) -> str:
 
 
 def write_whole(text: str) -> None:
-    """Writes to standard error in one call: other processes' lines stay outside."""
+    """Writes to standard error in one call, so that other processes split no line."""
     try:
         sys.stderr.flush()
         os.write(sys.stderr.fileno(), text.encode(errors="backslashreplace"))

@@ -171,7 +171,7 @@ class Worker:
         """Handles every received instruction, without waiting.
 
         Raises:
-            RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
+            RemoteRankError: the run was ended; or another `ElcheError`, by its cause.
         """
         if self._heartbeat is not None:
             self._heartbeat.seen()
@@ -238,7 +238,7 @@ class Worker:
         self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def pace_device(self, ahead: int = HOST_AHEAD_BATCHES) -> float:
-        """Keeps the host at most so many batches ahead; returns the seconds waited."""
+        """Keeps the host at most ``ahead`` batches ahead; returns its wait in s."""
         started_s, device = time.monotonic(), self.placement.device
         if device.type != "cpu":
             self._events.append(streams.record_event(device))

@@ -10,7 +10,7 @@ is repeated: at θ + (θ − θ_before). For step k, on every rank:
 A drain (an epoch's end, a checkpoint, a stop) waits for the last sum and takes its
 step, so that every gradient moves the model once. The first step after a drain has no
 sum to apply, and is computed at θ itself. The sums of a process's first step, which
-records the order of gradients, are awaited at once and applied as late.
+records the order of gradients, are awaited at once, but applied one step late too.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ModelCopies:
     Calls of ``update_parameters`` of torch's `AveragedModel` with the model, or a part
     of it, are deferred. At a commit the method is called once per committed global
     batch, with the common model. That is the user's own rule, so an EMA of decay d
-    moves by 1 - d^k in k of them. Outside of windows, and between epochs, calls pass
+    moves by 1 - d^k in k batches. Outside of windows, and between epochs, calls pass
     through. Any other copy becomes its mean over the ranks that trained, at every
     epoch's end.
 
@@ -57,7 +57,7 @@ class ModelCopies:
 
     Attributes:
         is_in_steps: the loop is in an epoch of ``sync``, where updates pass through.
-        has_unknown: a copy that the user has not given was updated there.
+        has_unknown: a copy that the user has not given was updated in them.
     """
 
     def __init__(self, model: nn.Module, copies: Sequence[nn.Module]) -> None:

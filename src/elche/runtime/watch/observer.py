@@ -159,7 +159,7 @@ class LoopObserver:
     def barred(self) -> str:
         """Reason why a rank that joins would take other steps; "" if there is none.
 
-        Its loop counts its batches from there on.
+        The joining rank's loop counts batches from there on.
         """
         if self._is_uneven or not self.guard.all_have_stepped:
             return "some batches are not followed by a step of every optimizer"

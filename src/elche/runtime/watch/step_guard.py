@@ -1,11 +1,9 @@
 """Hook of every optimizer step, and refusal of steps that ranks do not have in common.
 
-Every step, inside of epochs and outside, is checked for reduced gradients. Gradients
-that were changed or replaced after their reduction pass if all ranks change them
-equally.
-Parameters outside the model are not reduced. Those that a loop makes anew for each
-batch are its own; those stepped in two batches, or held by an optimizer before the
-loop, are refused.
+Every step, inside of epochs and outside, is checked for reduced gradients. Changes of
+gradients after their reduction are allowed, if all ranks make the same ones. Parameters
+outside the model are not reduced. They are allowed if the loop creates them for one
+batch, and refused if they are stepped in two batches or are older than the loop.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ class StepGuard:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> Any:
-        """A hook before the step; where that has a closure, after each call of it.
+        """Hook before a step, or after each call of the step's closure.
 
         Raises:
             ConfigError: the step would not be that of the other ranks.

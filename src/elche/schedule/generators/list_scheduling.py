@@ -124,7 +124,7 @@ class ListScheduler:
     def _executor(
         self, heap: list[tuple[float, int]], wake_at: list[float], slack: list[float]
     ) -> Callable[[int, int], bool]:
-        """Runs a code on the rank on top of the heap; False if it waits too long."""
+        """Makes a function that runs a code on a rank; False if it waits too long."""
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
         durations, releases = self.table.durations, self.table.releases
         forward_at, backward_at = self.forward_at, self.backward_at

@@ -22,7 +22,7 @@ Codec = Literal["fp32", "bf16", "int8", "int4"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 CODECS: tuple[str, ...] = get_args(Codec)
 DELAYED_SYNC = "delayed_sync"
-"""The policy of a loop that the `Trainer` owns."""
+"""Policy that only the `Trainer`'s own loop supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class ActivationPeak:
 
 @final
 class PinTrial:
-    """Trial of staging batches in pinned memory: is it cheaper for the training thread?
+    """Decides whether pinned staging memory is cheaper for the training thread.
 
     A copy into pinned memory makes the transfer asynchronous, but runs in the training
     thread. Which takes longer depends on the machine. The first batches alternate

@@ -8,8 +8,8 @@ overlap with the rest, as on a device. Every contender of a comparison gets the 
 wrapper.
 
 Deadlines are absolute. Real compute is absorbed by the sleep that follows it, and
-errors of single sleeps do not add up. Where real compute takes longer than the declared
-time there is nothing left to stretch: the handle counts that, so that a benchmark can
+errors of single sleeps do not add up. If real compute takes longer than the declared
+time, nothing can be stretched: the handle counts that excess, so that a benchmark can
 report a dishonest emulation.
 """
 

@@ -135,7 +135,7 @@ class Training:
     Attributes:
         config: the agreed settings.
         model: the model, equal on all ranks.
-        optimizers: its optimizers that the user has given, the main one first.
+        optimizers: its optimizers passed to `elche.setup`, the main one first.
         loader: the user's loader.
         weights: weights of batches in means; None: their samples.
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several

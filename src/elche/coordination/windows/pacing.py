@@ -179,8 +179,8 @@ class Pacing:
     def took(self, reduction_s: float) -> str:
         """Records a reduction's time, from the last rank's close to the first adoption.
 
-        Overlapped windows become no shorter than a reduction, and no shorter than pays
-        (see `elche.cadence.overlapped`). Returns the change as text, or "".
+        Overlapped windows become at least as long as a reduction, and as the best
+        length by `elche.cadence.overlapped`. Returns the change as text, or "".
         """
         self._taken_s.append(reduction_s)
         return self._make_room()

@@ -114,9 +114,9 @@ def enumerate_batches(
 ) -> tuple[list[Any], BatchSizes]:
     """Draws an epoch, or its first batches, from the user's batch sampler (or sampler).
 
-    Draws the seed that a DataLoader draws first (but persistent workers only once), so
-    that the order is that of a plain loop over this loader. As in a DataLoader, the
-    sampler's iterator is made first: torchdata's samplers draw there.
+    A DataLoader first draws a seed (with persistent workers, only once). This function
+    draws it too, so that the order is that of a plain loop over this loader. As in a
+    DataLoader, the sampler's iterator is made first: torchdata's samplers draw there.
 
     Raises:
         ConfigError: the sampler yields nothing.

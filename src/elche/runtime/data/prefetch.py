@@ -1,4 +1,4 @@
-"""Batches on the device before the loop asks for them.
+"""Batches moved to the device before the loop requests them.
 
 The user's DataLoader loads in the background as far as it has workers. When the loop
 asks for the next batch, the training thread takes loaded ones, begins their copies on a

@@ -333,7 +333,7 @@ class RunEpochs:
         self._end_part()
 
     def _end_part(self) -> None:
-        """Ends the part, and with it the epoch unless that was cut."""
+        """Ends the part, and the epoch with it unless the epoch was cut."""
         course, run = self._course, self.execution.end()
         assert course is not None
         if run.end is not None:

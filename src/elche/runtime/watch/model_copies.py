@@ -53,7 +53,7 @@ class ModelCopies:
 
     Args:
         model: trained model.
-        copies: copies that the user has given.
+        copies: copies passed to `elche.setup`.
 
     Attributes:
         is_in_steps: the loop is in an epoch of ``sync``, where updates pass through.

@@ -31,7 +31,7 @@ class StepGuard:
 
     Args:
         model: the trained model.
-        given: its optimizers that the user has given.
+        given: its optimizers passed to `elche.setup`.
         steps: counts the batches that the loop has taken.
 
     Attributes:
@@ -72,7 +72,7 @@ class StepGuard:
         return self.in_batch.issuperset(map(id, self.optimizers()))
 
     def attach(self) -> None:
-        """Starts watching optimizer steps, unless it has started."""
+        """Starts watching optimizer steps, unless it watches them already."""
         found = weakref.WeakMethod(self.before_step)
 
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -200,7 +200,7 @@ def test_the_folder_of_another_run_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     restarted(monkeypatch, [ENDED], checkpoint_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"checkpoint-00000001 of another run; continue it"):
+    with pytest.raises(ConfigError, match=r"of another run; continue"):
         restarted(monkeypatch, [ENDED], checkpoint_dir=tmp_path)
     starts, _, _ = restarted(monkeypatch, [ENDED], checkpoint_dir=tmp_path, resume=True)
     assert "ELCHE_RESUME" in starts.seen[0].environment

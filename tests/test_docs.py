@@ -200,3 +200,20 @@ def test_every_variable_is_on_the_page_of_settings() -> None:
         for name in re.findall(r'"(ELCHE_[A-Z_]+)"', path.read_text())
     }
     assert {name for name in read if f"`{name}`" not in text} == set()
+
+
+def test_links_of_the_readme_are_in_the_source_distribution() -> None:
+    text = (ROOT / "README.md").read_text()
+    manifest = (ROOT / "MANIFEST.in").read_text()
+    links = set(re.findall(r"\]\(([^)#]+)", text))
+    assert len(links) > 20
+    assert {link for link in links if not (ROOT / link).is_file()} == set()
+    assert {link for link in links if not re.fullmatch(r"docs/\w+\.md", link)} == set()
+    assert "recursive-include docs *.md\n" in manifest
+    assert "prune tests\n" in manifest
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert {page for page in pages if f"{page}\n" not in navigation} == set()

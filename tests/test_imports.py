@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 import elche
 from elche.errors import ConfigError
 
+ROOT = Path(__file__).parent.parent
 MOST_MODULES = 60
 """Beyond an empty program's; about 30 are loaded, torch alone would be 2000."""
 
@@ -54,3 +58,15 @@ def test_a_name_that_was_removed_is_answered_with_what_to_do() -> None:
         from elche import Verdict  # noqa: F401
     with pytest.raises(ConfigError, match=r"LocalReplicas was .*elche\.Replica"):
         elche.LocalReplicas  # noqa: B018
+
+
+def test_a_name_of_a_reference_library_is_answered_with_its_counterpart() -> None:
+    page = (ROOT / "docs" / "from_references.md").read_text()
+    for name, place in elche._REFERENCES.items():
+        with pytest.raises(AttributeError, match=re.escape(f"elche.{name} is {place}")):
+            getattr(elche, name)
+        assert name in page
+        path = re.match(r"elche\.([A-Za-z_.]*\w)", place)
+        assert path is not None
+        assert attrgetter(path[1])(elche)
+    assert not hasattr(elche, "GpuWorker")

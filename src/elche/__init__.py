@@ -116,6 +116,18 @@ _REMOVED = {
     ),
 }
 """Removed names, and their replacements."""
+_REFERENCES = {
+    "Ddp": "elche.Replica.wrap(model, elche.init_group())",
+    "DdpConfig": "elche.RunConfig, or options of elche.setup",
+    "DdpHandle": "elche.trainer.TrainingHandle, from elche.Trainer(...).start()",
+    "GradSyncStrategy": "elche.DistributedDataParallel(model, strategy=...)",
+    "ProcessGroup": "elche.init_group()",
+    **dict.fromkeys(
+        ("ScheduleZeroBubble", "ZeroBubbleStage"),
+        'elche.pipeline.Pipeline(..., schedule="zb-h1")',
+    ),
+}
+"""Names of flodl, axonml and boostr, and their counterparts."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PLACE_OF = {name: home for home, names in MODULES.items() for name in names}
 
@@ -141,6 +153,10 @@ def __getattr__(name: str) -> Any:
         raise ConfigError(f"elche.{name} was removed: {_REMOVED[name]}")
     if name in _PLACE_OF:
         raise AttributeError(f"elche.{name} is now elche.{_PLACE_OF[name]}.{name}")
+    if name in _REFERENCES:
+        raise AttributeError(
+            f"elche.{name} is {_REFERENCES[name]}; see docs/from_references.md"
+        )
     raise AttributeError(f"module 'elche' has no attribute {name!r}")
 
 

@@ -22,7 +22,7 @@ Codec = Literal["fp32", "bf16", "int8", "int4"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 CODECS: tuple[str, ...] = get_args(Codec)
 DELAYED_SYNC = "delayed_sync"
-"""The policy of a loop that the `Trainer` owns."""
+"""Policy that only the `Trainer`'s own loop supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class RunConfig(SettingsGroup):
             so that each column of every batch is on one rank, as state carried over
             batches needs. In a smaller batch the remaining columns stay on their rank,
             except the last ones where a rank would have none; a batch smaller than the
-            world is divided anew.
+            world is divided again.
         codec: encoding of averaged parameters, or of ``sync``'s gradients, on the wire:
             ``"fp32"`` unencoded, ``"bf16"``, ``"int8"`` or ``"int4"`` in fewer bytes,
             with error feedback. float64 and complex tensors are sent unencoded, as are

@@ -133,7 +133,7 @@ class WindowConfig(SettingsGroup):
             )
 
     def _check_anchors(self) -> None:
-        """Refuses bounds that would silently move what was asked for."""
+        """Refuses bounds that would silently change the requested anchor."""
         if self.max_anchor == 0:
             return
         for name in ("anchor", "min_anchor"):

@@ -146,7 +146,7 @@ def test_full_disk(
             continue
         failures += 1
         assert "No space left on device" in failure
-        assert "training goes on without it" in caplog.text
+        assert "training continues without it" in caplog.text
         assert content_of(tmp_path) == before
         assert len(list(tmp_path.iterdir())) <= 2  # the torn one has made room
     assert failures > 5
@@ -267,7 +267,7 @@ def test_unwritable_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     (tmp_path / "file").write_text("no folder")
     [failure] = save(tmp_path / "file" / "below", 1.0)
     assert "Not a directory" in str(failure)
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
 
 
 def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused_by_name(ranks2: RankPool) -> None:
         assert "run the model on x[:0]" in step
         assert "set_weight() came after a forward pass" in weight
         assert "BatchNorm layer '2' was converted after the model was wrapped" in late
-        assert "torch.nn.SyncBatchNorm weighs all ranks alike" in torchs
+        assert "torch.nn.SyncBatchNorm weighs ranks equally" in torchs
 
 
 def test_a_rank_that_did_not_convert_is_named(ranks2: RankPool) -> None:

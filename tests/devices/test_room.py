@@ -45,7 +45,7 @@ def test_every_accelerator_that_torch_knows_can_be_named(two_xpus: Any) -> None:
     assert choice.check_device("xpu:1") == XPU
     assert choice.check_device("cpu:0") == CPU
     assert choice.vendor_kind() == "xpu"
-    assert choice.product_name(XPU) == "XPU Model 1 (nobody has tried it)"
+    assert choice.product_name(XPU) == "XPU Model 1 (untested)"
     assert choice.product_name(CPU) == "CPU"
     assert memory.read_memory(XPU) == (100, 50, 0, 0)
     for name in ("xpu:2", "cuda", "mps:0"):

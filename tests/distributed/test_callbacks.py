@@ -69,7 +69,7 @@ def test_a_checkpoint_that_raises_costs_no_run(ranks2: RankPool) -> None:
     first, second = ranks2.serve(_fit_saving)
     assert first[0] == [*range(EPOCHS)]
     assert first[1] == [
-        f"on_checkpoint failed after epoch {epoch}; training goes on"
+        f"on_checkpoint failed after epoch {epoch}; training continues"
         for epoch in range(EPOCHS)
     ]
     assert second == ([], [])

@@ -100,7 +100,7 @@ def test_a_step_adds_a_handful_of_calls() -> None:
         ({"optimizer": 3}, "expected a torch.optim.Optimizer"),
         ({"optimizer": []}, r"or several in a list, got \[\]"),
         ({"optimizer": [SGD, 3]}, r"or several in a list, got \[SGD"),
-        ({"optimizer": [SGD, SGD]}, "an optimizer comes twice"),
+        ({"optimizer": [SGD, SGD]}, "an optimizer is listed twice"),
         ({"loader": [1]}, "expected a torch.utils.data.DataLoader"),
         ({"config": {"seed": 1}}, r"expected config to be an elche\.RunConfig, got \{"),
     ],

@@ -99,7 +99,7 @@ class Anchor:
         raise, whichever is higher.
 
         Returns:
-            Whether the anchor has changed.
+            True if the anchor has changed.
         """
         self._room = least
         before = self._value
@@ -118,7 +118,7 @@ class Anchor:
         """Multiplies the anchor by ``factor``, clamped to 0.1 to 1.0, rounded up.
 
         Returns:
-            Whether the anchor has become lower.
+            True if the anchor has become lower.
         """
         before = self._value
         shorter = math.ceil(before * min(max(factor, 0.1), 1.0) - _ROUNDING)
@@ -126,7 +126,7 @@ class Anchor:
         return self._value < before
 
     def without_room(self) -> Anchor:
-        """Returns a copy without a requested room, for ranks that measure anew."""
+        """Returns a copy without a requested room, for ranks that measure again."""
         other = copy(self)
         other._room = 1
         return other

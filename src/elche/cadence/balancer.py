@@ -55,7 +55,7 @@ class Balancer:
             unknown or unlimited; ranks at the end may be omitted.
         accumulates: ranks run a share above their cap in micro-batches, so that caps
             make shares slower but do not limit them.
-        times: measured times of the ranks, read and updated; None starts anew.
+        times: measured times of the ranks, read and updated; None: not measured yet.
 
     Raises:
         ConfigError: speed_hints does not fit the ranks.
@@ -167,7 +167,7 @@ class Balancer:
         Returns:
             One size per rank, with sum ``batch_samples``. Each is at least
             ``min_share_samples``. If the batch is too small for that, the fastest ranks
-            get at least as much (the fastest rank whatever there is) and the others 0.
+            get at least ``min_share_samples`` (or the fastest all of it), the others 0.
             No size is above its rank's cap, unless the ranks accumulate.
 
         Raises:
@@ -201,8 +201,8 @@ class Balancer:
     def trial(self, batch_samples: int, steps: int) -> tuple[int, ...] | None:
         """Returns a split to run once, which measures a larger share of one rank.
 
-        At a few samples a fixed cost looks like a slow rank, for which another sample
-        seems to take longer than it is worth. Only another size shows that it does not.
+        With few samples, a fixed cost looks like a slow rank that is not worth another
+        sample. Only a measurement at another size can refute this.
         Ranks that wait for others are tried in turn. A trial's share is the largest
         whose cost stays within the budget even if no part of the time is fixed.
 

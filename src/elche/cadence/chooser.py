@@ -140,7 +140,7 @@ class Chooser:
 
         Args:
             cluster: the ranks of the run, including excluded ones. With other ranks
-                than before, the choice is made anew.
+                than before, the choice is made again.
             patience: number of consecutive choices that must agree on a change.
 
         Returns:
@@ -215,7 +215,7 @@ class Chooser:
     def _present(
         self, cluster: MeasuredCluster, options: Sequence[_Option]
     ) -> _Option | None:
-        """Returns the current choice, predicted anew; None if it cannot be kept."""
+        """Returns the current choice, predicted again; None if it cannot be kept."""
         current = self._current
         if current is None or current.policy not in self._policies:
             return None

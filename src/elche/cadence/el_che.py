@@ -118,7 +118,7 @@ class ElChe:
 
     Args:
         config: the settings.
-        times: measured times of the ranks, read and updated; None starts anew.
+        times: measured times of the ranks, read and updated; None: not measured yet.
         batch_samples: samples of a batch in these windows; 1 if batches are the unit.
     """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from elche.cadence.convergence import table_efficiency
 
 FINE = 128
-"""Anchor up to which all are compared; beyond it, only about one in a hundred."""
+"""Largest anchor to which all are compared; beyond, about one in a hundred."""
 ROOM = 1.2
 """Least length of an overlapped window, in reductions: in shorter windows, ranks wait
 for each other unless they end them together."""

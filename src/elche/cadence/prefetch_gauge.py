@@ -49,8 +49,8 @@ class ActivationPeak:
     """Activation peak, from an allocator's figures between steps.
 
     The allocator's peak is a maximum since the process began. So only a new maximum
-    measures the steps since the last call: an old peak would be compared with a buffer
-    that is filled differently now. If a program resets the peak at the end of every
+    measures the steps since the last call: at an old peak, another number of batches
+    may have been prefetched. If a program resets the peak at the end of every
     step, the activation peak counts as unknown.
 
     Attributes:
@@ -71,7 +71,7 @@ class ActivationPeak:
 
 @final
 class PinTrial:
-    """Trial of staging batches in pinned memory: is it cheaper for the training thread?
+    """Decides whether pinned staging memory is cheaper for the training thread.
 
     A copy into pinned memory makes the transfer asynchronous, but runs in the training
     thread. Which takes longer depends on the machine. The first batches alternate

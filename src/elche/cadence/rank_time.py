@@ -227,7 +227,7 @@ class RankTime:
         else:
             costs = [busy / _load(shape, samples) for shape in SHAPES]
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
-        # All levels follow alike, however badly their shapes have predicted.
+        # All levels are updated, however badly their shapes have predicted.
         error, jumps = abs(ratios[self._shape] - 1.0), False
         if self._most_recent > 1:
             is_known = len(self._recent) == self._most_recent

@@ -157,7 +157,7 @@ class CheckpointWriter:
         except (OSError, TypeError, ValueError, ElcheError) as error:
             failure = f"rank {self.rank} could not write {job.name} to "
             failure += f"{self._store.folder}: {error}"
-            logger.warning("%s; training goes on without it", failure)
+            logger.warning("%s; training continues without it", failure)
             if self.rank == 0:
                 self._store.drop(job.name)
             else:  # tell rank 0, if the disk allows it

@@ -158,7 +158,7 @@ def doctor(
     speeds: tuple[float, ...] | None,
     **settings: Any,
 ) -> None:
-    """Measure devices and links, predict policies, and say what looks wrong."""
+    """Measure devices and links, predict policies, and list problems."""
     from elche.cli.doctor_command import run_doctor
     from elche.runtime.process.launch_config import LaunchConfig
 

@@ -28,7 +28,7 @@ from elche.schedule.planning.planner import plan_pipeline
 
 @click.group()
 def plan() -> None:
-    """Say what training would cost on some devices, and how to do it best."""
+    """Estimate the cost of training on some devices, and find the best plan."""
 
 
 @plan.command(epilog="\b\n" + PIPELINE_FILE_FORMAT.replace("\n\n", "\n\n\b\n"))
@@ -65,8 +65,8 @@ def pipeline(
     """Plan a pipeline: which layers on which device, in which schedule.
 
     The TOML file PATH holds the model and the devices, see below. The plan has the
-    shortest step that fits every device's memory; what the other schedules would cost
-    is told beside it.
+    shortest step that fits every device's memory. The costs of the other schedules are
+    printed beside it.
     """
     check_outputs(json_path, csv_path)
     profile, count = read_toml(path, read_pipeline_file)

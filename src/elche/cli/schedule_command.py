@@ -249,7 +249,7 @@ def _times(
 @json_option
 @csv_option
 def schedule(**settings: Any) -> None:
-    """Draw the pipeline schedule NAME and say what it costs.
+    """Draw the pipeline schedule NAME and print its costs.
 
     NAME is gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, interleaved-zb, v-half,
     v-min, auto (the least makespan within --memory), or a CSV file of actions.

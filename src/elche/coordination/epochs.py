@@ -72,7 +72,7 @@ class Epochs:
         return self._before is not None and not self.is_under_way and has_all
 
     def cut(self, now_s: float) -> Steps:
-        """Cuts the epoch under way, as for a checkpoint."""
+        """Cuts the current epoch, as for a checkpoint."""
         first = min(self._membership.ranks)
         return self.handle(EpochCut(rank=first, epoch=self.number), now_s)
 

@@ -59,8 +59,8 @@ class Barriers:
 class EpochEnding:
     """Ends an epoch on staying ranks only once the leaving ranks are known to live.
 
-    A loop that breaks and a loop that raises look alike at first. The rank's next
-    message tells them apart, as do ``WELL_AFTER_S`` seconds without a failure.
+    At first a loop that breaks is indistinguishable from one that raises. The rank's
+    next message shows the difference, as do ``WELL_AFTER_S`` seconds without a failure.
 
     Attributes:
         held: instructions that are held back.

@@ -71,7 +71,7 @@ class RunRecord:
         streams: streams of ranks that can reconnect, by rank.
         store: rendezvous values.
         commands: number of inputs received from the launcher.
-        end: what ended the run early, if anything did.
+        end: cause of an early end of the run, if any.
         now_s: time of the last entry.
     """
 

@@ -46,7 +46,7 @@ class Liveness:
         return "; ".join(f"rank {rank} is at {at}" for rank, at in stacks if at)
 
     def runs(self, rank: int) -> None:
-        """Resets a silent rank whose process is running: the GIL keeps it silent."""
+        """Resets a silent rank whose process runs: only the GIL delays it."""
         self._ticks[rank] = 0
         self._stacks[rank] = "a call into C code that holds the GIL"
 

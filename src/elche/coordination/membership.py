@@ -222,7 +222,7 @@ class Membership:
                 f"it uses protocol version {join.version}, not {PROTOCOL_VERSION}"
             )
         if why_closed:
-            problem = f"rank {join.rank} cannot join the run under way: {why_closed}"
+            problem = f"rank {join.rank} cannot join the running run: {why_closed}"
             return [refusal(join.rank, problem)]
         difference = what_differs([next(iter(self._joins.values())), join])
         if difference:

@@ -168,11 +168,11 @@ class Policy(ABC):
 
     @abstractmethod
     def handle(self, event: Event, now_s: float) -> Outcome:
-        """Handles an event of the epoch under way."""
+        """Handles an event of the current epoch."""
 
     @abstractmethod
     def check(self) -> None:
-        """Asserts the invariants of the epoch under way."""
+        """Asserts the invariants of the current epoch."""
 
     @abstractmethod
     def remove(self, rank: int) -> None:

@@ -46,7 +46,7 @@ class Story:
         self._entries.append((rank, now_s, "!!", why))
 
     def of_rank(self, rank: int | None = None) -> list[str]:
-        """Returns messages from and to a rank, and its decisions; all if None."""
+        """Returns a rank's messages and the decisions about it; all for None."""
         return [
             _line(entry) for entry in self._entries if rank is None or entry[0] == rank
         ]

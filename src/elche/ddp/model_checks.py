@@ -130,7 +130,7 @@ def _found(
     norms = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
     if norms and settings["weight_by"] == "samples":
         raise ConfigError(
-            "torch.nn.SyncBatchNorm weighs all ranks alike in its backward pass; call "
+            "torch.nn.SyncBatchNorm weighs ranks equally in its backward pass; call "
             "elche.convert_sync_batchnorm(model) before wrapping, or give "
             "weight_by='ranks'"
         )

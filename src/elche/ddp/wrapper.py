@@ -224,7 +224,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if is_lost and self._passes.expected is not None:
             raise ConfigError(
                 "no output of the model is a tensor with a gradient, so two forward "
-                "passes look alike; return tensors, or run backward before the next "
+                "passes are alike; return tensors, or run backward before the next "
                 "forward"
             )
         begin = self._expect_again if self.require_backward_grad_sync else None

@@ -3,7 +3,7 @@
 All contenders share one loop, one data order, one learning rate rule and one
 emulation; they differ in the setup by `Contender`. The clock of a run is rank 0's (a
 rank alone has its own) and stops during evaluation of the held-out set, for every
-contender alike.
+contender equally.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Accelerators: the one room that knows their types and torch's functions for them."""
+"""Accelerators: the only room with their types and torch's functions for them."""

@@ -51,7 +51,7 @@ def form_group(
 
 
 def gloo_takes(tensor: torch.Tensor) -> bool:
-    """True if gloo sums tensors of this device, if perhaps through the host."""
+    """True if gloo sums tensors of this device, possibly through the host."""
     return tensor.device.type in dist.Backend.backend_capability["gloo"]
 
 

@@ -15,7 +15,7 @@ from elche.errors import ConfigError
 CPU = torch.device("cpu")
 NVIDIA = "cuda"
 """Type of NVIDIA's devices in torch, and of AMD's."""
-UNTRIED = " (nobody has tried it)"
+UNTRIED = " (untested)"
 """Suffix of the names of devices on which elche was never run."""
 
 
@@ -36,7 +36,7 @@ def vendor_kind() -> str:
 
 
 def count() -> int:
-    """Number of accelerators of the machine, which their driver may not serve."""
+    """Number of accelerators in the machine, even if no driver supports them."""
     return torch.accelerator.device_count() if kind() else 0
 
 
@@ -64,7 +64,7 @@ def default_device(local_rank: int) -> torch.device:
 
 
 def is_known(name: str) -> bool:
-    """True if torch has this type of device without an extension, or with one here.
+    """True if torch has this type of device itself, or by an extension loaded here.
 
     Torch reserves names, such as ``hpu``, for types that only extensions add.
     """

@@ -1,4 +1,4 @@
-"""Memory of a device: figures, its end, and the dtypes that it holds."""
+"""Memory of a device: figures, out-of-memory errors, and supported dtypes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def _driver_bytes(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes by the driver; 0 and 0 if it does not say."""
+    """Free and total bytes by the driver; 0 and 0 if it reports none."""
     module = module_of(device.type)
     if device.type == "cpu":
         return 0, 0

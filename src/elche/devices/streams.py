@@ -45,8 +45,8 @@ def record_event(device: torch.device) -> torch.Event:
 def beside(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """Context whose work and allocations use a stream; None: the current one.
 
-    Several threads may enter it for one stream. A `torch.Stream` itself is no context
-    for them: it keeps what its exit restores, and old versions of torch enter it once.
+    Several threads may enter it for one stream. A `torch.Stream` itself cannot be that
+    context: it stores the state to restore, and old versions of torch allow one entry.
     """
     if stream is None:
         return nullcontext()

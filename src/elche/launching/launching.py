@@ -215,7 +215,7 @@ class FunctionRanks:
 
 @final
 class FunctionProcess:
-    """A process of Python's multiprocessing as the launcher watches it.
+    """Adapter of a multiprocessing process to the launcher's `RankProcess`.
 
     Args:
         process: process that has been started.
@@ -271,7 +271,7 @@ def _check_place() -> None:
     """Refuses to start ranks from a process that is itself a rank.
 
     Raises:
-        ConfigError: the message says why.
+        ConfigError: this process is a rank, or is started by one.
     """
     if multiprocessing.current_process().name.startswith(PROCESS):
         raise ConfigError(

@@ -217,7 +217,7 @@ class RayRanks:
 
 
 def _reserve(spec: RankSpec) -> tuple[RankSpec, PlacementGroup]:
-    """Requests room for a rank: a placement group of its own outlives other nodes."""
+    """Requests a placement group for one rank: it survives the loss of other nodes."""
     labels = [dict(spec.label_selector)]
     return spec, placement_group([dict(spec.resources)], bundle_label_selector=labels)
 
@@ -234,7 +234,7 @@ class RayProcess:
         has_started: False while it waits for a node.
         trouble: why its last actor died before the start; "" if none did.
         returncode: see `RankProcess`.
-        running: its start and end.
+        running: task from its start to its end.
     """
 
     pid = None
@@ -260,7 +260,7 @@ class RayProcess:
         return self.returncode or 0
 
     def give_up(self, code: int) -> None:
-        """Takes it for ended; its actor is killed."""
+        """Treats the process as ended, and kills its actor."""
         self.returncode = code
         self.running.cancel()
 

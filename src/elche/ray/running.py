@@ -71,7 +71,7 @@ def run(
         start_timeout_s: deadline of the first ranks' start.
 
     Returns:
-        What the function returned on the first rank that ended well; None for a script.
+        Return value of the function on the first rank without error; None for a script.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -178,7 +178,7 @@ def _supervise(job: Job) -> Any:
 
 @contextlib.contextmanager
 def _signals_to(supervisor: Any) -> Iterator[None]:
-    """Has Ctrl-C, and SIGTERM as of `ray job stop`, end the run as `elche run` does."""
+    """Lets Ctrl-C and SIGTERM (of `ray job stop`) end the run, as under `elche run`."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         supervisor.interrupt.remote(number)

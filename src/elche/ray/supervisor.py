@@ -99,7 +99,7 @@ class Supervisor:
 async def _add_nodes(
     run: LaunchedRun, there: RayRanks, ranks: PerNode, places: dict[str, int]
 ) -> None:
-    """Starts a rank on each node that comes: one that is missing, or another.
+    """Starts a rank on each new node: a missing rank, or an additional one.
 
     Raises:
         CommunicationError: Ray does not list its nodes any more; the run ends.

@@ -8,8 +8,8 @@ overlap with the rest, as on a device. Every contender of a comparison gets the 
 wrapper.
 
 Deadlines are absolute. Real compute is absorbed by the sleep that follows it, and
-errors of single sleeps do not add up. Where real compute takes longer than the declared
-time there is nothing left to stretch: the handle counts that, so that a benchmark can
+errors of single sleeps do not add up. If real compute takes longer than the declared
+time, nothing can be stretched: the handle counts that excess, so that a benchmark can
 report a dishonest emulation.
 """
 
@@ -216,7 +216,7 @@ class _BackwardPass:
     """One backward pass in progress: its emulated time and its state.
 
     Each gradient takes an equal part of the time, in whatever order autograd
-    brings them. Parameters are about as many in every layer, so this is time by
+    brings them. Layers have about equal numbers of parameters, so this is time by
     depth; time by size would leave almost none for the layers below a large
     table, whose real compute then has nothing to hide in.
     """

@@ -80,7 +80,7 @@ class RunLoader(_Base):
         return length - length % size if drops else length
 
     def steps(self, n: int) -> Iterator[Any]:
-        """Yields batches until the run has taken ``n`` steps, over as many epochs.
+        """Yields batches until the run has taken ``n`` steps, over several epochs.
 
         A step is a global batch of the user's loader, so these are the first ``n``
         batches of a single process. They are counted over the whole run, a resumed part

@@ -1,4 +1,4 @@
-"""Memory limits of a rank: given by the user, met in training, reported to the run."""
+"""Memory limits of a rank: set by the user or found in training, and reported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
     """Refuses batches whose shares exceed the ranks' devices.
 
     Raises:
-        ConfigError: the message says what to do instead.
+        ConfigError: a share would not fit; the message names the remedy.
     """
     config, batch_size = training.config, training.loader.batch_size
     if len(config.caps) > world_size:

@@ -114,7 +114,7 @@ def optimizers_of(given: object) -> tuple[torch.optim.Optimizer, ...]:
     """An optimizer, or those in a list or tuple.
 
     Raises:
-        ConfigError: ``given`` is none of these, or an optimizer comes twice.
+        ConfigError: ``given`` is none of these, or an optimizer is listed twice.
     """
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     optimizers = tuple(o for o in found if isinstance(o, torch.optim.Optimizer))
@@ -123,7 +123,7 @@ def optimizers_of(given: object) -> tuple[torch.optim.Optimizer, ...]:
             f"expected a torch.optim.Optimizer, or several in a list, got {given!r}"
         )
     if len(set(map(id, optimizers))) < len(optimizers):
-        raise ConfigError(f"an optimizer comes twice in the list: {given!r}")
+        raise ConfigError(f"an optimizer is listed twice: {given!r}")
     return optimizers
 
 
@@ -132,10 +132,10 @@ def check_training(
     optimizers: Sequence[torch.optim.Optimizer],
     loader: DataLoader[Any],
 ) -> None:
-    """Refuses arguments of the wrong type, and those that train nothing.
+    """Refuses arguments of the wrong type, foreign optimizers, and empty data sets.
 
     Raises:
-        ConfigError: the message says which, and what was expected.
+        ConfigError: names the argument, and the expected one.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")

@@ -247,7 +247,7 @@ class Run:
         """Does nothing: checkpoints are allowed inside an epoch."""
 
     def parts(self) -> RunParts:
-        """Parts of a checkpoint; between epochs, or where one is cut."""
+        """Parts of a checkpoint, between epochs or at a cut of one."""
         return self.epochs.parts(self.state_dict())
 
     def described(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class SingleRun:
         return self.progress_samples - (0 if course is None else course.open_samples)
 
     def parts(self) -> RunParts:
-        """Parts of a checkpoint; between epochs, or where one is cut."""
+        """Parts of a checkpoint, between epochs or at a cut of one."""
         training, course = self._training, self._course
         state = None if course is None else course.state_dict(self.progress_samples)
         epochs = {"next": self._epoch + (course is None), "course": state}

@@ -83,7 +83,7 @@ class Pauses:
         return False
 
     def cut(self, *, is_end: bool) -> None:
-        """Handles a cut of the epoch, on every rank; ``is_end``: for good."""
+        """Handles a cut of the epoch, on every rank; ``is_end``: without a rest."""
 
     def send_state(self, group: Group, source: int, is_new: bool) -> None:
         """Sends the state of ``source`` to ranks that join; with all ranks."""
@@ -135,7 +135,7 @@ class Training:
     Attributes:
         config: the agreed settings.
         model: the model, equal on all ranks.
-        optimizers: its optimizers that the user has given, the main one first.
+        optimizers: its optimizers passed to `elche.setup`, the main one first.
         loader: the user's loader.
         weights: weights of batches in means; None: their samples.
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several

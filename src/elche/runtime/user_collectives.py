@@ -129,7 +129,7 @@ class UserCollectives:
     def _gather_between(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
         """Gathers between epochs; survivors repeat it if a rank dies meanwhile.
 
-        All ranks learn of a death before the next barrier passes, or all after.
+        All ranks are notified of a death before the next barrier passes, or all after.
         """
         worker = self._worker
         if worker.on_regroup is None:
@@ -146,8 +146,8 @@ class UserCollectives:
     def _refuse_new(self, call: str) -> None:
         if self._worker.is_new:
             raise ConfigError(
-                f"{call} on a rank that is to join the run: the others call it "
-                "elsewhere; call it inside `for epoch in elche.epochs(...)`"
+                f"{call} before this rank has joined the run: the other ranks are at "
+                "another call; use it inside `for epoch in elche.epochs(...)`"
             )
 
     def _would_hang(self, call: str, instead: str) -> ConfigError:

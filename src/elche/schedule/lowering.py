@@ -26,7 +26,7 @@ from elche.schedule.timing import CostTable, run_rows
 
 _UNIT = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 _STEPS = {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: -1, Kind.FULL_BACKWARD: -1}
-"""Direction in which a computation's result moves, in stages."""
+"""Offset, in stages, to the receiver of a computation's result."""
 
 
 def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:

@@ -62,9 +62,9 @@ def register_for_checkpointing(*objects: Any, **named: Any) -> None:
 
     Any object with ``state_dict()`` and ``load_state_dict()``: a GradScaler, schedulers
     that elche does not follow, optimizers beside those given to `elche.setup`, an EMA
-    that is none of ``copies=``, counters of your own. What moves with the model is
-    stored once where ranks hold it in common, anything else for each rank. Call it
-    after `elche.setup`, on every rank, in the same order.
+    that is none of ``copies=``, counters of your own. State that moves with the model
+    is stored once if ranks share it; other state is stored for each rank. Call it after
+    `elche.setup`, on every rank, in the same order.
 
     Raises:
         ConfigError: an object has no state, or a name comes twice.

@@ -111,10 +111,10 @@ def timeline(path: str | Path | None = None) -> list[Span]:
 
 
 def summary() -> RunSummary:
-    """The run so far: devices, memory, transport, policy and why, speeds and shares.
+    """The run so far: devices, memory, transport, policy and reason, speeds, shares.
 
-    ``print(elche.summary())`` shows it. The figures are of the last epoch that has
-    ended (on rank 0, of the last window before one has). May be called on one rank
+    ``print(elche.summary())`` shows it. The figures are of the last finished epoch;
+    before the first one, on rank 0, of the last window. May be called on one rank
     alone, and after the run.
 
     Raises:

@@ -63,8 +63,8 @@ def state_dict() -> dict[str, Any]:
 def load_state_dict(state: dict[str, Any]) -> None:
     """Resumes from :func:`state_dict`, every rank from its own.
 
-    Call it between epochs, on every rank, when the model holds what it held then. New
-    ranks load another rank's state with residuals of None. A state of another world
+    Call it between epochs, on every rank, with the model in the state saved with it.
+    New ranks load another rank's state with residuals of None. A state of another world
     size or codec is converted. A run of one rank averages nothing: it loads the
     progress alone.
 

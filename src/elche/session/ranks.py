@@ -73,7 +73,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
         embeddings, labels = elche.all_gather(model(x)), elche.all_gather(y)
         loss = contrastive_loss(embeddings, labels)
 
-    Ranks may bring different numbers of rows; under ``sync`` the result is in the order
+    Ranks may pass different numbers of rows; under ``sync`` the result is in the order
     of the global batch, on every rank. elche weighs each rank's loss by its samples (or
     by ``weight_of``), and the gradient follows that: it is that of the whole batch if
     every rank computes the mean loss over all rows, or the mean loss of its own rows
@@ -81,7 +81,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
     tensors without gradient are passed through, in any dtype.
 
     Every rank calls it equally often, and every rank or none runs backward through it.
-    On one device it returns the tensor. Outside the loop each rank's loss weighs alike.
+    On one device it returns the tensor. Outside the loop ranks' losses weigh equally.
 
     Args:
         tensor: this rank's rows, along the first dimension.
@@ -90,8 +90,8 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
 
     Raises:
         ConfigError: this is no tensor with rows, there is no run, or the ranks train in
-            windows, in which they do not meet at every batch.
-        MismatchError: ranks bring rows of different shapes or dtypes, or a gradient on
+            windows, where their batches differ in number.
+        MismatchError: ranks pass rows of different shapes or dtypes, or a gradient on
             some only.
         CommunicationError: a rank did not call it in time.
     """
@@ -118,7 +118,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
 def gather(rows: Tree) -> Tree:
     """The rows of all ranks, in the order of ranks, on every rank; without gradient.
 
-    For predictions, losses and metrics that your own loop collects. Ranks may bring
+    For predictions, losses and metrics that your own loop collects. Ranks may pass
     different numbers of rows, or none. A rank whose `elche.batch_weight` is 0 adds no
     rows: another rank adds them. Every rank calls it equally often: between epochs,
     or inside the loop under ``sync``. On one device the rows are returned unchanged.
@@ -128,9 +128,10 @@ def gather(rows: Tree) -> Tree:
             rows along its first dimension. A tensor without one is one row.
 
     Raises:
-        ConfigError: there is something else in it, there is no run, or this is the
-            inside of a loop in windows, where ranks run different numbers of batches.
-        MismatchError: ranks bring rows of different shapes or dtypes.
+        ConfigError: a value of another type is nested in it, there is no run, or this
+            is the inside of a loop in windows, where ranks run different numbers of
+            batches.
+        MismatchError: ranks pass rows of different shapes or dtypes.
         CommunicationError: a rank did not call it in time.
     """
     gathered: Tree = map_rows(rows, lambda each: gather_rows(each, "elche.gather"))

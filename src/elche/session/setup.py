@@ -175,15 +175,15 @@ def move_model(
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> None:
-    """Moves a model, whose parameters stay the objects that its optimizers hold.
+    """Moves a model in place; its parameters stay the objects that optimizers hold.
 
-    Where `Module.to` would make new ones (types of devices that extensions add, XLA,
-    or a switch of `torch.__future__`), contents are swapped instead, unless the model
-    is there already.
+    If `Module.to` would make new parameters (devices of extensions, XLA, or a switch of
+    `torch.__future__`), contents are swapped instead, unless the model is there
+    already.
 
     Raises:
         ConfigError: a parameter became another object, or would lose its hooks. A
-            frozen one that no optimizer holds may become another object.
+            frozen parameter without an optimizer may become another object.
     """
     before = dict(model.named_parameters(remove_duplicate=False))
     probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])

@@ -142,7 +142,7 @@ class Rank:
         rank: rank number.
         device: device that it trains on.
         epoch_of: returns the script of an epoch, or a part of it, for its policy.
-        is_new: whether it joins a run under way.
+        is_new: True if it joins a running run.
 
     Attributes:
         epoch: number of the current or next epoch.
@@ -364,7 +364,7 @@ class Rank:
         """Broadcasts data as large as the model from one rank to the group.
 
         Returns:
-            Whether it has arrived; False if a rank has died.
+            True if the data has arrived; False if a rank has died.
         """
         began_s, members = self.now_s, self.sim.groups[self.generation]
         link, run = self.engine.link, self.sim.cluster.run
@@ -391,7 +391,7 @@ class Rank:
         raise AbortedError(error)
 
     def note_recovery(self) -> None:
-        """Records that it trains, or has ended its epoch, after a membership change."""
+        """Records that the rank trains, or ended its epoch, after a regroup."""
         self.is_back = False
         self.history.note_recovery(self.rank, self.changed, self.now_s)
         self.changed.clear()

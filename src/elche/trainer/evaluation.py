@@ -43,8 +43,8 @@ def evaluate(
 
     Each rank takes as many batches as its speed in the last evaluation, or else in
     training, allows. The batches are those that one device would have, and the mean is
-    rounded once, so it does not depend on who takes which. Every rank must call it:
-    between epochs, or inside the loop under ``sync``.
+    rounded once, so it does not depend on how ranks divide them. Every rank must call
+    it: between epochs, or inside the loop under ``sync``.
 
     Args:
         step: called without gradient with each batch, on this rank's device; returns

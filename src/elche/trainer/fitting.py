@@ -233,7 +233,7 @@ class Fitting:
             save(epoch, self._state())
         except Exception:
             logger.exception(
-                "on_checkpoint failed after epoch %d; training goes on", epoch
+                "on_checkpoint failed after epoch %d; training continues", epoch
             )
 
     def _state(self) -> dict[str, Any]:

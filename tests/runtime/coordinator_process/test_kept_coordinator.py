@@ -138,7 +138,7 @@ def test_ranks_go_on_with_the_next_one_where_they_stand(
         told = both(run, 200, at)
         until(lambda: run.kept.status.is_finished)
         assert run.kills == 4
-        assert caplog.text.count("another one goes on with the run") == 4
+        assert caplog.text.count("a new one continues the run") == 4
         story = run.call(run.kept.stop(wants_story=True))
     assert told == [[str(number) for number in range(200)]] * 2
     assert sum("<- BarrierReached" in line for line in story) == 400

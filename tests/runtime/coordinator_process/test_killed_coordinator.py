@@ -77,4 +77,4 @@ def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
     output, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, errors
     assert output.count("of 2: 800 samples") == 2, output + errors
-    assert errors.count("another one goes on with the run") == len(killed), errors
+    assert errors.count("a new one continues the run") == len(killed), errors

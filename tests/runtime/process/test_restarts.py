@@ -126,7 +126,7 @@ def test_no_restart_after_the_same_error_without_progress(
     assert result.exit_code == 1
     assert lines[-1] == (
         "no restart: rank 0 ended with code 1 (rank 0 failed: ValueError: bad), twice, "
-        "and nothing won in between"
+        "and no progress in between"
     )
 
 
@@ -200,7 +200,7 @@ def test_the_folder_of_another_run_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     restarted(monkeypatch, [ENDED], checkpoint_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"checkpoint-00000001 of another run; go on"):
+    with pytest.raises(ConfigError, match=r"of another run; continue"):
         restarted(monkeypatch, [ENDED], checkpoint_dir=tmp_path)
     starts, _, _ = restarted(monkeypatch, [ENDED], checkpoint_dir=tmp_path, resume=True)
     assert "ELCHE_RESUME" in starts.seen[0].environment

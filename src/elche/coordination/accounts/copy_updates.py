@@ -34,7 +34,7 @@ class CopySamples:
     ) -> tuple[int, ...]:
         """Records a closed window; returns each copy's samples for its commit.
 
-        Each rank reports samples of as many copies as it has registered.
+        Each rank reports samples of every copy that it has registered.
         """
         for more in samples.values():
             pairs = zip_longest(self._waiting, more, fillvalue=0)

@@ -81,8 +81,8 @@ class EpochRest:
     Attributes:
         sizes: the epoch's global batches.
         left: positions to train on.
-        steps: number of global batches for the rest, where ranks have died; 0 keeps
-            what is left of each of the epoch's batches.
+        steps: number of global batches for the rest after ranks have died; 0 keeps the
+            epoch's batches, less their trained samples.
     """
 
     sizes: BatchSizes

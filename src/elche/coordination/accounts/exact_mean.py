@@ -21,9 +21,8 @@ class WeightedMean:
     def add(self, weighted_sum: float, weight: float) -> None:
         """Adds values by their weighted sum and their weight.
 
-        If either is not finite, or the weight is negative, nothing is added: the values
-        count as excluded, as many as the weight says, at least one. A weight of zero
-        adds nothing.
+        If either is not finite, or the weight is negative, nothing is added: ``weight``
+        values, at least one, count as excluded. A weight of zero adds nothing.
         """
         if not (math.isfinite(weighted_sum) and 0.0 <= weight < math.inf):
             self.exclude(int(weight) if 1.0 <= weight < MOST_LEFT_OUT else 1)

@@ -208,7 +208,7 @@ class EpochLedger:
     def remove(self, holder: int) -> None:
         """Removes a lost holder and returns its batches to the pool.
 
-        Its part of a reduction under way stays until :meth:`commit` or
+        Its part of a reduction in flight stays until :meth:`commit` or
         :meth:`unstage_gone`.
         """
         self.give_back(holder)

@@ -22,13 +22,13 @@ class ScheduleSteps:
     """Steps of one scheduler in one epoch.
 
     Periods restart with every epoch, as in ``if (i + 1) % k == 0``: an incomplete
-    period at its end gives no step.
+    last period gives no step.
 
     Args:
         of_epoch: number of global batches in the epoch.
         most: steps that the schedule has left; None if it has no end.
-        ahead: surplus steps of the epoch before, which ended early; as many are
-            skipped in this one.
+        ahead: surplus steps of the previous epoch, which ended early; this epoch
+            skips them.
 
     Attributes:
         taken: steps taken in this epoch, plus ``ahead``.

@@ -57,7 +57,7 @@ class _Phase(Enum):
     the choice is windows, or one rank alone    MEASURING, STEPS        LEAVING
     an epoch, or the rest of one, begins        LEAVING                 WINDOWS
     an epoch begins, ``sync`` is chosen, all
-    optimizers are alike                        WINDOWS, of one rank    STEPS
+    optimizers are equal                        WINDOWS, of one rank    STEPS
     one rank is left                            any                     FIXED
     a rank joins before a choice was made       MEASURING, FIXED        MEASURING
     a rank joins after it                       FIXED                   STEPS, WINDOWS

@@ -58,7 +58,7 @@ class FirstChoice:
         cluster: MeasuredCluster,
         minimal: Sequence[int],
     ) -> bool:
-        """True if another step, with least shares for ``minimal``, is not worth it."""
+        """True if a further step, least shares for ``minimal``, does not pay."""
         steps, doubt = self._measures.count, cluster.doubt
         fleet = Fleet(cluster, drops=True)
         gain = best_together(fleet)

@@ -76,7 +76,8 @@ class Measures:
         """Records the reports of all active ranks for one grant.
 
         Steps that were not warm serve as the ranks' times only until the first warm
-        ones. They make a reduction look cheap, so one that looks expensive even so is.
+        ones. They make a reduction look cheap: one that still looks expensive is
+        expensive.
         """
         if not all(report.warm for report in reports):
             for report in reports if not self.count else ():
@@ -155,9 +156,9 @@ class Measures:
         """Returns fixed seconds and seconds per sample of each rank.
 
         A rank whose steps had one size is assumed to have the others' fixed part. If no
-        rank has run two sizes, a large fixed part is assumed: else one device, which
-        runs more samples, would look slow beside all of them. A rank that is not
-        measured is assumed to be the median rank.
+        rank has run two sizes, a large fixed part is assumed: otherwise one device
+        alone, which runs more samples, would look slow. A rank that is not measured is
+        assumed to be the median rank.
         """
         times: Mapping[int, RankTime] = self._cold or self._times
         measured = {r: times[r] for r in ranks if r in times and times[r].is_measured}

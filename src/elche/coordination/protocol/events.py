@@ -64,7 +64,7 @@ class StepsDone:
     ``warm`` is False if the steps held a first batch, which is not timed.
     ``backward_passes`` is the number of the run's reduced passes. They must be of the
     same steps in the same order on every rank; ``pass_steps`` is their checksum.
-    ``max_samples`` is the most samples that fit on the device (0: no limit was met).
+    ``max_samples`` is the most samples that fit on the device (0: no limit found).
     ``is_finite`` is False if checked parameters are NaN. ``broken`` is the part since
     which this rank's own gradients are NaN or Inf. ``unknown`` names state that depends
     on this rank's batches and cannot be copied to another rank ("" if none was seen):

@@ -11,7 +11,7 @@ from elche.coordination.protocol.messages import Cut, Runs
 class Welcome:
     """All ranks have joined and agree; the first generation may form its group.
 
-    A newcomer receives it when it fits, and may then build what it needs. ``survives``:
+    A newcomer receives it once accepted, and may then build its reducers. ``survives``:
     the run survives the loss of ranks.
     """
 
@@ -44,7 +44,7 @@ class BeginEpoch:
 class PolicyChosen:
     """Choice of ``auto`` and its reason; sent to the first rank.
 
-    If it ``is_advice``: predicted gain of another policy over the default.
+    With ``is_advice``: the predicted gain of another policy over the default.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class PolicyChosen:
 class LeaveOut:
     """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
 
-    () readmits all ranks. If the participants change, no granted step is under way.
+    () readmits all ranks. If the participants change, no granted step is open.
     ``reason`` is a line for the user, which may come without a change.
     """
 
@@ -69,7 +69,7 @@ class LeaveOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLeft:
-    """``sync``: rank ``gone`` has left the epoch, and sends nothing after ``passes``.
+    """``sync``: rank ``gone`` has left the epoch after ``passes`` backward passes.
 
     Granted steps are still run; each rank answers with `PassBegun`.
     """
@@ -82,7 +82,7 @@ class RankLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinPasses:
-    """Pass ``passes`` of step ``step``, which the others run, for a rank that left."""
+    """To a rank that left: join the others' pass ``passes``, of step ``step``."""
 
     rank: int
     epoch: int
@@ -218,7 +218,7 @@ class EndEpoch:
     ``is_early``: a rank's loop left the epoch before its end, or must end with the cut.
     ``left``: ranges of positions of a cut epoch (see `EpochCut`) that are still to be
     trained. ``steps``: number of global batches for them (``sync``, after deaths); 0:
-    those of the epoch, or what is left of each.
+    those of the epoch, less their trained samples.
     """
 
     rank: int

@@ -50,7 +50,7 @@ def brief(value: object) -> str:
 
 
 def _items(check: Check, value: Any) -> tuple[Any, ...]:
-    """Checks a tuple of any length, all items alike."""
+    """Checks a tuple of any length whose items have one type."""
     return tuple(map(check, _sequence(value)))
 
 

@@ -59,8 +59,8 @@ class _Phase(Enum):
 
     OFF = "all keep a share to the end of the run"
     MEASURING = "all take part and are measured"
-    LEAVING = "the steps that are granted already; then some are left out"
-    APART = "some are left out, and the others are measured"
+    LEAVING = "the steps that are granted already; then some are excluded"
+    APART = "some are excluded, and the others are measured"
     TRIAL = "all take part in an epoch's first step, or in some to see what they cost"
 
 
@@ -200,13 +200,13 @@ class ExcludedRanks:
         elif found is not None and self._is_worth(found):
             replies = self._choose(found)
         if self._phase in (_Phase.LEAVING, _Phase.APART):
-            self._enter(_Phase.TRIAL)  # a trial under way continues
+            self._enter(_Phase.TRIAL)  # a running trial continues
             self._decides = decides
             return self._set(())
         return replies
 
     def leave(self) -> list[LeaveOut]:
-        """Applies the chosen exclusion; called when no granted step is under way."""
+        """Applies the chosen exclusion; called when no granted step is open."""
         chosen = self._chosen
         self._enter(_Phase.APART)
         self.ranks = chosen.ranks

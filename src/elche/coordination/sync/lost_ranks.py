@@ -54,7 +54,7 @@ class StepPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Decision that all survivors make alike.
+    """Decision that all survivors make in the same way.
 
     Attributes:
         source: index of a rank with the sums of the last pass; None if all have them.
@@ -83,7 +83,7 @@ def settle(places: Sequence[StepPlace]) -> Settlement:
 
 @final
 class LostRanks:
-    """Ranks that died in the current part of an epoch, as one rank knows them.
+    """Ranks that died in the current part of an epoch, as seen by one rank.
 
     Attributes:
         parts: number of epoch parts so far.

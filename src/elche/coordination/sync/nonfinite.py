@@ -1,14 +1,14 @@
 """NaN/Inf detection under ``sync``, attributed to a rank. Pure.
 
 All ranks take the same step, so NaN parameters are NaN on all of them. They do not show
-whose gradient caused them: after the reduction it is non-finite everywhere. Each rank
-therefore checks its own gradients before they are reduced. It reports since which
-backward pass they have been non-finite without a finite one in between. Under a
-GradScaler that happens often and is harmless: the next step's gradients are finite
-again. Only if the parameters are NaN is a rank named: the first with a non-finite
-gradient. A second pass of a step adds to the reduced gradients of the first, which are
-then non-finite on all ranks, so passes are distinguished. So are parameters, because
-passes may be of different parts of the model.
+which rank's gradient caused it: the reduced gradient is non-finite everywhere. Each
+rank therefore checks its own gradients before they are reduced. It reports the first
+backward pass since its last finite gradient. Under a GradScaler that happens often and
+is harmless: the next step's gradients are finite again. Only if the parameters are NaN
+is a rank named: the first with a non-finite gradient. A second pass of a step adds to
+the reduced gradients of the first, which are then non-finite on all ranks, so passes
+are distinguished. Parameters are, too, because passes may be of different parts of the
+model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PATIENCE_REPORTS = 3
 class NonFiniteRecord:
     """Non-finite gradients of one rank, by time, over all epochs.
 
-    A gradient that an epoch leaves to the next epoch's first step is the reduced one,
-    the same on all ranks, when the next pass adds to it.
+    A gradient that is accumulated across epochs is reduced, and so equal on all ranks,
+    when the next pass adds to it.
 
     Args:
         lag_steps: number of steps after which a gradient moves the parameters; checks

@@ -1,6 +1,6 @@
 """Grants of steps under ``sync``: their number, lead and shares. Pure.
 
-Steps are granted to all ranks alike and ahead of every rank's loader. So no rank waits
+All ranks are granted the same steps, ahead of every rank's loader. So no rank waits
 for a message, and new shares begin at a step that no loader has drawn yet. Early grants
 are one step long, so that the first measurements count at once; later ones cover about
 ``GRANT_S`` seconds. The first steps of unequal devices are granted one by one: their
@@ -132,7 +132,7 @@ class StepGrants:
         self._guesses = not is_known and len({member.device for member in members}) > 1
 
     def __bool__(self) -> bool:
-        """True if any steps are under way."""
+        """True if any granted step is open."""
         return bool(self._granted)
 
     @property
@@ -307,7 +307,7 @@ class StepGrants:
         return self.until, stop, shares
 
     def check(self, members: Set[int]) -> None:
-        """Asserts that every step is in one place, and only members owe reports."""
+        """Asserts that every step is in one place, and only members' reports due."""
         at = self.committed_until
         for grant in self._granted:
             assert grant.start == at

@@ -1,8 +1,8 @@
 """Early exits from an epoch of ``sync``. Pure.
 
-If a loop leaves early, the others still run all granted steps. The rank that left takes
-part in their reductions with zeros, but only in backward passes that all the others
-have begun, of which it is notified here. So all ranks know of its exit before such a
+If a loop leaves early, the others still run all granted steps. The rank that left
+contributes zeros to their reductions, but only in backward passes that all the others
+have begun; it is notified of these here. So all ranks know of its exit before such a
 pass ends, and exclude its share from the mean. Ranks with different steps than the
 others copy the model before the epoch ends:
 

@@ -20,7 +20,7 @@ class StepShares:
     Args:
         settings: the settings that the ranks agreed on.
         ranks: the members.
-        times: measured times of the ranks, read and updated; None starts anew.
+        times: measured times of the ranks, read and updated; None: not measured yet.
 
     Attributes:
         is_fixed: whether shares ignore measured times.
@@ -99,7 +99,7 @@ class StepShares:
 
         Args:
             rank: the limited rank.
-            samples: most samples that fit at once; 0: no limit was met.
+            samples: most samples that fit at once; 0: no limit found.
         """
         if not 0 < samples < self._caps.get(rank, samples + 1):
             return

@@ -43,7 +43,7 @@ class SyncPolicy(Policy):
     Args:
         members: all ranks, in order.
         settings: the settings that the ranks agreed on.
-        times: measured times of the ranks, read and updated; None starts anew.
+        times: measured times of the ranks, read and updated; None: not measured yet.
 
     Attributes:
         watch: called with each grant's reports and number of steps before more are

@@ -31,7 +31,7 @@ class LeaseReports:
         self._leases.append(lease)
 
     def batch_done(self, batch: int, cost: BatchCost) -> bool:
-        """Records a finished batch; True at its lease's end, for :meth:`take`."""
+        """Records a finished batch; True if it ends its lease (see :meth:`take`)."""
         self._times.add(cost)
         self._stop = batch + 1
         if self._stop < self._leases[0].stop:

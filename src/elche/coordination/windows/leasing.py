@@ -200,7 +200,7 @@ class Leasing:
         return 1 if fits < 1 and self._earliest(now_s) == rank else fits
 
     def _begun(self, now_s: float) -> float:
-        """Returns the finished part of the batches under way, in batches."""
+        """Returns the finished part of the batches in progress, in batches."""
         if not self._is_timed:
             return 0.0
         begun = now_s * self._begun_rate - self._begun_at

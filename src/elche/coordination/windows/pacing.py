@@ -172,15 +172,15 @@ class Pacing:
     def reduction_s(self) -> float | None:
         """Time (s) of an overlapped reduction: the median of the last three.
 
-        Of two it is the smaller time, so that a spike has no effect; None without any.
+        Of two, the smaller one, so that a spike has no effect; None without any.
         """
         return median_low(self._taken_s) if self._taken_s else None
 
     def took(self, reduction_s: float) -> str:
         """Records a reduction's time, from the last rank's close to the first adoption.
 
-        Overlapped windows become no shorter than a reduction, and no shorter than pays
-        (see `elche.cadence.overlapped`). Returns the change as text, or "".
+        Overlapped windows become at least as long as a reduction, and as the best
+        length by `elche.cadence.overlapped`. Returns the change as text, or "".
         """
         self._taken_s.append(reduction_s)
         return self._make_room()

@@ -52,8 +52,8 @@ class Part:
     ``trained`` are its batch ranges, ``samples`` its samples with a weight.
     ``permitted`` is the most batches that it may run, None without a limit.
     ``is_diverged``: its update is not finite, or it is a one-batch window after such an
-    update; pacing ignores its rank's wait. ``is_drained``: its rank knew at its
-    beginning that the epoch ends.
+    update; pacing ignores its rank's wait. ``is_drained``: when it began, its rank was
+    notified that the epoch ends.
     """
 
     batches: int = 0

@@ -171,7 +171,7 @@ class WindowLoop:
 
     @property
     def in_flight(self) -> Reduce | None:
-        """The overlapped reduction under way; None if a new group voids it."""
+        """The overlapped reduction in flight; None if a new group voids it."""
         is_begun = self._result is ResultPhase.IN_FLIGHT and self._regroup is None
         return self._reduce if is_begun else None
 
@@ -281,7 +281,7 @@ class WindowLoop:
         self._opened_s = now_s
 
     def begun(self) -> None:
-        """Records that the overlapped reduction is under way."""
+        """Records that the overlapped reduction is in flight."""
         if self._result is not ResultPhase.PLANNED:
             raise ProtocolError(f"a reduction begins while it is {self._result.name}")
         self._result = ResultPhase.IN_FLIGHT
@@ -367,7 +367,7 @@ class WindowLoop:
     def _linger(self, now_s: float, why: str) -> Action | None:
         """Returns a short wait for work, instead of blocking on a slow link.
 
-        A new window or a lease has mostly been sent already, while adopting blocks
+        Usually a new window or a lease has been sent already, while adopting blocks
         until the reduction is done. None if neither can come, or after `LINGER_S`.
         """
         if self.in_flight is None or self._is_planned or self.end is not None:

@@ -5,7 +5,7 @@ nearest to the deadline. When all have closed it, the reduction is planned from 
 actual work. The window is committed when all ranks hold its result. Under ``async``
 ranks train on meanwhile: a rank that has closed trains for its next window. The length
 of that window counts from the last close, so that all end it together. It closes only
-after the last result is adopted, so at most one reduction is under way. Pure.
+after the last result is adopted, so at most one reduction is in flight. Pure.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WindowPolicy(Policy):
         first_window: number of the first window; results are identified by it.
         cut_for: returns the cut of global batches into local ones for the ranks in the
             run; None: no cut.
-        times: measured times of the ranks, read and updated; None starts anew.
+        times: measured times of the ranks, read and updated; None: not measured yet.
         progress_samples: samples that the run trained under another policy.
 
     Attributes:
@@ -113,7 +113,7 @@ class WindowPolicy(Policy):
         return self._outcome(replies, close_idle(state, ranks))
 
     def handle(self, event: Event, now_s: float) -> Outcome:
-        """Handles an event of the epoch under way."""
+        """Handles an event of the current epoch."""
         match event:
             case BatchesDone():
                 return self._outcome(self._batches_done(event, now_s))
@@ -197,8 +197,8 @@ class WindowPolicy(Policy):
         state, rank = self.state, event.rank
         if event.epoch != state.epoch:
             raise ProtocolError(
-                f"rank {rank} reports batches of epoch {event.epoch}, but the epoch "
-                f"under way is {state.epoch}"
+                f"rank {rank} reports batches of epoch {event.epoch}, but the "
+                f"current epoch is {state.epoch}"
             )
         check_claim(event, state.ledger.train(rank, event.start, event.stop))
         state.book.trained(event)

@@ -147,14 +147,14 @@ class WindowState:
         members: all ranks, in order.
         idle: ranks that get no work.
         first_window: number of the first window.
-        times: measured times of the ranks, read and updated; None starts anew.
+        times: measured times of the ranks, read and updated; None: not measured yet.
 
     Attributes:
         is_paused: the membership has changed; nothing starts until all members have
             formed the new group, in any phase of the epoch.
         mean_over: number of ranks that batches are cut for; see `Reduce`.
         diverged: by rank whose last update was not finite: its batches since then.
-        running: the reduction under way, at most one.
+        running: the reduction in flight, at most one.
         last: last reduction whose result all ranks hold.
         uncalibrated: ranks to measure before windows have a length.
         progress_samples: samples of the run that are committed or reduced.
@@ -372,7 +372,7 @@ class WindowState:
 
     @property
     def may_end_window(self) -> bool:
-        """True if all ranks have closed the window and no reduction is under way."""
+        """True if all ranks have closed the window and no reduction is in flight."""
         return self.running is None and not self.is_paused and self.book.all_closed
 
     @property

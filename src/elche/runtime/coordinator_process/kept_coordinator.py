@@ -114,7 +114,7 @@ class KeptCoordinator:
         """Ends the process and closes the listening socket.
 
         Returns:
-            The event log, as far as it is kept, if it is wanted.
+            The event log, as far as it is kept; () if not requested.
         """
         self._is_stopping, self._wants_story = True, wants_story
         self._end_process()
@@ -146,7 +146,7 @@ class KeptCoordinator:
             self._writer.write(pack(message))
 
     async def rank_ended(self, rank: int, code: int) -> None:
-        """Reports the end of a rank's process; waits until the coordinator has it.
+        """Reports the end of a rank's process; waits until the coordinator received it.
 
         Args:
             rank: number of the rank, whether or not it ever joined.
@@ -182,7 +182,7 @@ class KeptCoordinator:
             if self._barren == MOST_DEATHS:
                 self._give_up(f"the coordinator {how}, {MOST_DEATHS} times in a row")
                 return
-            logger.warning("the coordinator %s: another one goes on with the run", how)
+            logger.warning("the coordinator %s: a new one continues the run", how)
 
     def _give_up(self, why: str) -> None:
         """Closes the listening socket, so that ranks fail to reconnect and end."""

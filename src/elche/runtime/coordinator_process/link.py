@@ -89,7 +89,7 @@ class Journal:
     Attributes:
         data: the piece, pickled.
         commands: number of launcher inputs applied since the run began.
-        is_of_ranks: any of the entries came from a rank.
+        is_of_ranks: True if an entry came from a rank.
     """
 
     data: bytes

@@ -280,7 +280,7 @@ class LeasedBatches:
     def push(self, tag: Any, batch: IndexBatch) -> None:
         """Queues an index batch; it comes out of :meth:`take` with its tag.
 
-        The tag is its number in the epoch, or has that as ``step``.
+        The tag is the batch's number in the epoch, or an object with it as ``step``.
         """
         self._feed.push(tag, batch)
 

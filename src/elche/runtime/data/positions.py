@@ -114,9 +114,9 @@ def enumerate_batches(
 ) -> tuple[list[Any], BatchSizes]:
     """Draws an epoch, or its first batches, from the user's batch sampler (or sampler).
 
-    Draws the seed that a DataLoader draws first (but persistent workers only once), so
-    that the order is that of a plain loop over this loader. As in a DataLoader, the
-    sampler's iterator is made first: torchdata's samplers draw there.
+    A DataLoader first draws a seed (with persistent workers, only once). This function
+    draws it too, so that the order is that of a plain loop over this loader. As in a
+    DataLoader, the sampler's iterator is made first: torchdata's samplers draw there.
 
     Raises:
         ConfigError: the sampler yields nothing.
@@ -187,8 +187,8 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
         raise MismatchError(
             f"the data set has {length} samples on this rank, an epoch of {samples}, "
             f"but rank 0 drew epoch {positions.epoch} with {drawn}, up to index "
-            f"{last}; change the length of a data set between epochs, and on every "
-            "rank alike"
+            f"{last}; change the length of a data set between epochs, and equally "
+            "on every rank"
         )
 
 
@@ -217,7 +217,7 @@ def share_keys(
 
 
 def packed_keys(keys: list[Any]) -> tuple[torch.Tensor, int]:
-    """Keys as a tensor, and 1 if that holds their bytes.
+    """Keys as a tensor, and 1 if the tensor holds encoded bytes.
 
     Raises:
         ConfigError: a key cannot be sent without pickle.

@@ -1,4 +1,4 @@
-"""Batches on the device before the loop asks for them.
+"""Batches moved to the device before the loop requests them.
 
 The user's DataLoader loads in the background as far as it has workers. When the loop
 asks for the next batch, the training thread takes loaded ones, begins their copies on a
@@ -62,7 +62,7 @@ class DevicePrefetcher(Generic[Tag]):
             yet. It may call :meth:`discard`.
         device: device that batches are moved to.
         copies: the stream of copies, None to move nothing ahead.
-        read: reads the device's memory.
+        read: function that returns the device's memory.
 
     Attributes:
         depth: batches held ahead at present.

@@ -1,7 +1,7 @@
 """The order of an epoch's samples, drawn on the first living rank.
 
-Its generator states are sent with each epoch, so that the next rank draws as the first
-one would have if that dies.
+Its generator states are sent with each epoch, so that after its death the next rank
+draws the same order.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SampleOrder:
 
         Args:
             group: group of the living ranks.
-            source: a rank's place that has it; None: it was lost with its rank.
+            source: place of a rank that has the order; None: it was lost with its rank.
         """
         if source is None and group.rank == 0:
             self.restore_received()

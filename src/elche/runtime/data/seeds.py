@@ -32,7 +32,7 @@ def _seed_of(text: str) -> int:
 def untraced_generators() -> Iterator[None]:
     """Restores the global generators of the training process at the end.
 
-    A loader's process keeps its own as they are: nothing else draws from them.
+    A loader's process does not restore its own: nothing else draws from them.
     """
     if get_worker_info() is not None:
         yield

@@ -60,7 +60,7 @@ def map_batch(
 def tensors_in(data: Any) -> list[torch.Tensor] | None:
     """Every tensor that :func:`to_device` moves; None if some are hidden.
 
-    Hidden are those of an object that only its own ``.to`` can move, and tensors
+    Hidden are tensors of an object that only its own ``.to`` can move, and tensors
     whose memory is in several pieces (sparse and nested ones). Packed sequences and
     dictionaries of :class:`collections.UserDict`'s kind are looked into.
     """

@@ -300,7 +300,7 @@ class EpochExecution:
     def _copy_ratio(self, part: EpochPart) -> tuple[int, int]:
         """Steps and samples of this epoch's windows, which pace updates of copies.
 
-        The same in all parts of the epoch; the first one may have been steps.
+        The same in all parts of the epoch; the first part may have been of steps.
         """
         if self._windowed != self._opening.epoch:
             self._windowed, sizes = self._opening.epoch, part.sizes

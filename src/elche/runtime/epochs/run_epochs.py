@@ -1,4 +1,4 @@
-"""The epochs of a run, one after another, as one rank goes through them."""
+"""The epochs of a run on one rank, one after another."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ class RunEpochs:
     def _compare(self) -> None:
         """Compares the whole model between all ranks, after a part has ended.
 
-        Skipped where a rank's loop has broken off: it may have raised.
+        Skipped if a rank's loop has left early: it may have raised.
         """
         end, self._ended = self._ended, None
         worker = self._worker
@@ -333,7 +333,7 @@ class RunEpochs:
         self._end_part()
 
     def _end_part(self) -> None:
-        """Ends the part, and with it the epoch unless that was cut."""
+        """Ends the part, and the epoch with it unless the epoch was cut."""
         course, run = self._course, self.execution.end()
         assert course is not None
         if run.end is not None:

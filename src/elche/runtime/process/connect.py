@@ -99,8 +99,8 @@ def _find_under_torchrun(
 ) -> tuple[tuple[str, int], bytes]:
     """Rank 0 starts the coordinator; the others find it through torchrun's store.
 
-    If torch's default group exists, its store is used: its port is taken. On one host
-    the store names a file, which holds the key.
+    If torch's default group exists, its store is used, since its port is occupied. On
+    one host the store names a file, which holds the key.
     """
     has_group = dist.is_available() and dist.is_initialized()
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
@@ -154,8 +154,8 @@ def _find_under_torchrun(
 def _agree_on_prefix(base: dist.Store, placement: Placement, timeout_s: float) -> str:
     """Agrees on a key prefix for this start; the store may hold earlier keys.
 
-    Rank 0 chooses the name. Each other rank asks for it under a name of its own.
-    torchrun's restart count does not serve: on two machines it differs.
+    Rank 0 chooses the name. Each other rank requests it under its own name.
+    torchrun's restart count is no substitute: it differs between machines.
     """
     own, rank = secrets.token_hex(8), placement.rank
     if rank:
@@ -197,7 +197,7 @@ def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
 def _check_on_one_host(
     placement: Placement, environment: Mapping[str, str], host: str, local: int
 ) -> None:
-    """Refuses ranks on other hosts at once, where the launcher has counted them."""
+    """Refuses ranks on other hosts at once, if the launcher reports ranks per host."""
     if local < placement.world_size:
         raise ConfigError(
             f"{placement.world_size - local} ranks are on other hosts, but elche "

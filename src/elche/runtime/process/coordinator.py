@@ -245,7 +245,7 @@ class CoordinatorServer:
             self._liveness.forget(rank)
             self.on_change()
             if self.sees_ends and self.core.survives(rank):
-                # Killed, which is a death, or ended by itself: its exit code tells.
+                # Killed (a death) or ended by itself: the exit code distinguishes them.
                 loop = asyncio.get_running_loop()
                 loop.call_later(GONE_S, self.take, RankLost(rank=rank))
             else:

@@ -1,8 +1,8 @@
 """End of a rank's process after the end of its launcher.
 
-A training thread notices that when it reads its connection: not while it evaluates,
-loads, or reduces by hand. The launcher holds the other end of a pipe that a thread of
-each rank reads; the system closes it however the launcher ends.
+A training thread notices it only when it reads its connection, so not while it
+evaluates, loads, or reduces by hand. The launcher holds the other end of a pipe that a
+thread of each rank reads; the system closes it however the launcher ends.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def watch_launcher(rank: int) -> None:
 
 
 def signal_with_parent(number: signal.Signals) -> None:
-    """Has the kernel signal this process when its parent ends.
+    """Makes the kernel signal this process when its parent ends.
 
-    SIGCONT has a stopped process notice it. The end of a parent's thread counts too.
+    SIGCONT wakes a stopped process. The end of the parent's thread counts too.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def ignore_signals() -> None:
-    """Ignores what Slurm or a terminal sends to all processes of a job."""
+    """Ignores signals that Slurm or a terminal sends to all processes of a job."""
     for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
@@ -71,9 +71,9 @@ def is_running(pid: int) -> bool:
 
 
 def write_whole_lines() -> None:
-    """Has a rank with unbuffered output write whole lines.
+    """Makes a rank with unbuffered output write whole lines.
 
-    Ranks may write to one file, where another's text would split a line.
+    Otherwise ranks that write to one file would split each other's lines.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:

@@ -1,4 +1,4 @@
-"""Environment variables of ranks; other launchers' are mapped to torchrun's.
+"""Environment variables of ranks, mapped from other launchers to torchrun's.
 
 torchrun, Kubeflow's training operator and Ray Train set ``RANK``, ``WORLD_SIZE`` and
 ``MASTER_ADDR`` themselves. Slurm's srun and MPI's mpirun have names of their own.
@@ -36,7 +36,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def read_launcher(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment with torchrun's variables, where Slurm or MPI started this.
+    """The environment with torchrun's variables, if Slurm or MPI started this process.
 
     A variable that is set stays as it is. Slurm counts only inside a step that srun
     started with several tasks: a batch script or an interactive shell is one process.

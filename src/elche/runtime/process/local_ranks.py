@@ -1,6 +1,6 @@
-"""Ranks as processes of this machine, and what they print.
+"""Ranks as processes of this machine, and their output.
 
-Their output is passed on as it is, read line by line, or shown beside a view.
+Output is passed through, read line by line, or printed above a display.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class RankOutput:
 
 
 async def pass_on(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
-    """Passes on lines as they arrive; of an overwritten one (a bar's) the last."""
+    """Passes on lines as they arrive; of an overwritten line (a bar) the last state."""
     rest = ""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while piece := await stream.read(READ_BYTES):

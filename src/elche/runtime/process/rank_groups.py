@@ -1,7 +1,7 @@
 """Process groups of a rank, formed where others may die meanwhile.
 
-gloo's connect cannot be cancelled: it waits for ranks that have published an address
-and died since. So a separate thread connects; it is abandoned at the deadline.
+gloo's connect cannot be cancelled: it waits even for ranks that died after publishing
+an address. So a separate thread connects; it is abandoned at the deadline.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RankGroups:
 
         Raises:
             ConfigError: NCCL was requested, and cannot be used.
-            CommunicationError: they did not come together.
+            CommunicationError: a member did not join in time.
         """
         self.generation = welcome.generation
         self._note_transport(transport)

@@ -113,10 +113,10 @@ class RankProcesses:
         """Handles a signal to the launcher: ends all ranks; a second one kills them.
 
         Connected ranks receive the reason from the coordinator and raise it. The other
-        ranks receive the signal itself, unless the terminal has sent it already. So
-        do ranks that handle SIGTERM; if all ranks of the run handle or heed it, all
-        receive it, and end with a result or a checkpoint. A replacement that has not
-        joined yet just ends.
+        ranks receive the signal itself, unless the terminal has sent it already. Ranks
+        that handle SIGTERM receive it too; if all ranks of the run handle or heed it,
+        all receive it, and end with a result or a checkpoint. A replacement that has
+        not joined yet just ends.
 
         Args:
             number: the signal.

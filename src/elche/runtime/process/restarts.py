@@ -125,7 +125,7 @@ def launch_with_restarts(
         has_won = newest != before if store else lived_s > AT_ONCE_S
         last_error, error = error, _why(result)
         if error == last_error and result.exit_code < 128 and not has_won:
-            say(f"no restart: {error}, twice, and nothing won in between")
+            say(f"no restart: {error}, twice, and no progress in between")
             break
         remaining = _without_gone(config, result, say)
         if remaining is None:
@@ -162,7 +162,7 @@ def _check_folder(folder: Path, newest: str | None, restarts: RestartConfig) -> 
     if newest is not None and not restarts.resume:
         raise ConfigError(
             f"expected an empty --checkpoint-dir, got {folder} with {newest} of "
-            "another run; go on from it with --resume, or name another folder"
+            "another run; continue it with --resume, or name another folder"
         )
 
 
@@ -182,7 +182,7 @@ def _without_gone(
     if gone == "cpu" or _opens(gone):
         return config
     rest = tuple(name for name in devices if name != gone)
-    say(f"{gone} cannot be opened any more: going on with {rest or 'none'}")
+    say(f"{gone} cannot be opened any more: continuing with {rest or 'none'}")
     return replace(config, devices=rest, num_ranks=None) if rest else None
 
 

@@ -38,7 +38,7 @@ def counted_hint(error: BaseException, policy: str) -> str:
 
 
 def write_whole(text: str) -> None:
-    """Writes to standard error in one call: other processes' lines stay outside."""
+    """Writes to standard error in one call, so that other processes split no line."""
     try:
         sys.stderr.flush()
         os.write(sys.stderr.fileno(), text.encode(errors="backslashreplace"))
@@ -49,7 +49,7 @@ def write_whole(text: str) -> None:
 class ExitWatch:
     """Records calls of ``sys.exit`` in the main thread of this process.
 
-    A generator that is closed cannot tell a ``break`` from an exception.
+    A closed generator cannot distinguish a ``break`` from an exception.
 
     Attributes:
         code: exit code of the last call, or None; a loop that continues has caught the

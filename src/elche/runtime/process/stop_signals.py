@@ -54,7 +54,7 @@ class StopRequest:
 
 @final
 class SignalStops:
-    """Has the first SIGINT or SIGTERM stop a run, and the second abort it.
+    """Makes the first SIGINT or SIGTERM stop a run, and the second abort it.
 
     Args:
         request: stop request of that run.

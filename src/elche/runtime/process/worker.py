@@ -65,7 +65,7 @@ class Worker:
 
     Attributes:
         is_cold: the current batch is not timed.
-        max_samples: most samples that the device holds at once; 0: no limit was met.
+        max_samples: most samples that the device holds at once; 0: no limit found.
         on_wait: called repeatedly while this rank waits for others, with the ranks that
             have left the epoch.
         meets_in_forward: forward passes have collectives; no rank can leave alone.
@@ -171,7 +171,7 @@ class Worker:
         """Handles every received instruction, without waiting.
 
         Raises:
-            RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
+            RemoteRankError: the run was ended; or another `ElcheError`, by its cause.
         """
         if self._heartbeat is not None:
             self._heartbeat.seen()
@@ -238,7 +238,7 @@ class Worker:
         self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def pace_device(self, ahead: int = HOST_AHEAD_BATCHES) -> float:
-        """Keeps the host at most so many batches ahead; returns the seconds waited."""
+        """Keeps the host at most ``ahead`` batches ahead; returns its wait in s."""
         started_s, device = time.monotonic(), self.placement.device
         if device.type != "cpu":
             self._events.append(streams.record_event(device))

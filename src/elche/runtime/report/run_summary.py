@@ -1,4 +1,4 @@
-"""A run in a few lines: devices, transport, policy and why, speeds and shares."""
+"""A run in a few lines: devices, transport, policy with its reason, speeds, shares."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Scalars that users log, without waiting for the device.
 
-A tensor is copied into a buffer on its device. When a window closes, the
-buffer's copy to the host is enqueued behind it, and its values count once that is done,
-perhaps in a later window. The arithmetic is the host's, in double precision.
+A tensor is copied into a buffer on its device. When a window closes, the buffer's copy
+to the host is enqueued behind its work. The values count once the copy is done, perhaps
+in a later window. The arithmetic is the host's, in double precision.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class TrackedMetrics:
             except Exception:
                 logger.exception(
                     "elche.log_to(): the writer failed; nothing more is logged to it, "
-                    "training goes on"
+                    "training continues"
                 )
                 self._trackers.remove(tracker)
 

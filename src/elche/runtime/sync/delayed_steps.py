@@ -2,15 +2,15 @@
 
 While the gradients of one step are summed, the next one is computed. To fit the
 parameters that they move, gradients are computed where these will be if the last move
-is repeated: at θ + (θ − θ_before). For step k, on every rank alike:
+is repeated: at θ + (θ − θ_before). For step k, on every rank:
 
-    g_k = mean gradient at θ_k + (θ_k − θ_{k−1}), its sum under way during step k+1
+    g_k = mean gradient at θ_k + (θ_k − θ_{k−1}), reduced during step k+1
     θ_{k+1} = the optimizer's step from θ_k by g_{k−1}
 
 A drain (an epoch's end, a checkpoint, a stop) waits for the last sum and takes its
 step, so that every gradient moves the model once. The first step after a drain has no
 sum to apply, and is computed at θ itself. The sums of a process's first step, which
-records the order of gradients, are awaited at once and applied as late.
+records the order of gradients, are awaited at once, but applied one step late too.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ def broadcast_from(
 ) -> None:
     """Copies model, optimizers' states and learning rates of one rank to all.
 
-    Ranks have as many optimizers, with equal settings: :func:`rates` has been compared.
-
-    Buffers that ranks do not hold alike (caches that grow) stay each rank's own.
+    Ranks have equal numbers of optimizers with equal settings: :func:`rates` has been
+    compared. Buffers whose shapes differ between ranks (growing caches) stay local.
 
     Raises:
         CommunicationError: a rank did not arrive in time.

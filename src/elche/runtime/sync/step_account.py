@@ -79,7 +79,7 @@ def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
 
 @final
 class StepAccount(StepReports):
-    """Measures steps, and reports a grant's once the next step has begun.
+    """Measures steps, and reports each grant once the next step has begun.
 
     Attributes:
         reported: steps whose report is due or sent.

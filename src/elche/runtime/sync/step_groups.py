@@ -84,7 +84,7 @@ class StepGroups:
         self.lost.begin_part()
 
     def take_back(self, *, rebuilds: bool) -> None:
-        """Readmits excluded ranks at the begin of a part, if a rank has died.
+        """Readmits excluded ranks at the start of a part, if a rank has died.
 
         Args:
             rebuilds: the reducer is rebuilt with all ranks now.

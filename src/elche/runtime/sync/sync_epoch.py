@@ -65,8 +65,8 @@ class _State(Enum):
     =====================================  ==================  ===================
 
     A step goes from `_grant` through the loader to `_begin_step`, the loop's body and
-    `_end_step`. Its report is sent in the next step's backward pass, or where nothing
-    else is to be done. Ranks may die in any wait of a pass, or between two steps: then
+    `_end_step`. Its report is sent in the next step's backward pass, or when there is
+    nothing else to do. Ranks may die in any wait of a pass, or between two steps: then
     `regroup` settles which steps are still run. While a rank is LEAVING, a death ends
     the run.
     """
@@ -351,7 +351,7 @@ class SyncEpoch:
                 raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
 
     def _grant(self, grant: GrantBatches) -> None:
-        """Has this rank's parts of more steps loaded."""
+        """Queues this rank's parts of more steps for loading."""
         self._is_held = grant.start == grant.stop  # none for now
         if self._is_held:
             return

@@ -256,7 +256,7 @@ def check_scheduler(scheduler: object) -> None:
     """Refuses anything but a scheduler of torch's.
 
     Raises:
-        ConfigError: the message says what was expected.
+        ConfigError: it is another object; the message names it.
     """
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(

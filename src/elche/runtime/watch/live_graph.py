@@ -1,8 +1,8 @@
-"""Watch over the batch that a forward pass and its backward pass are of.
+"""Assignment of forward and backward passes to batches.
 
 A forward pass belongs to the batch whose tensors it reads, views included. If it reads
-none of the loader's, it belongs to the newest batch, unless others are possible. So
-loops may be ahead:
+none of them, it belongs to the newest batch, unless others are possible. So loops may
+be ahead:
 
     fetch 0, forward 0, fetch 1, backward 0, forward 1, ...            (nanoGPT)
     fetch 0, fetch 1, forward 0, backward 0, fetch 2, forward 1, ...   (timm)
@@ -12,7 +12,8 @@ A *live graph* is that of a forward pass whose backward pass has not come. A hoo
 model's outputs detects that pass: autograd calls it before any gradient of the graph
 exists. A container without a forward pass (a ``ModuleList``) is called by its parts.
 Some forward passes are seen by no hook (of a model compiled after set-up, or called by
-another method). They count for the current batch, if no earlier one waits for a pass.
+another method). They count for the current batch, if no earlier batch has a pending
+pass.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ class LiveGraph:
             self._on_forward(batch.batch)
 
     def _is_before(self, batch: BatchForwards | None) -> bool:
-        """Returns True if the loop is still in the step of a batch and has the next."""
+        """Returns True if the loop is in this batch's step and has fetched the next."""
         if batch is None or self._on_forward is None or batch.number < self._first:
             return False
         return self._current is None or not self._current.had_forward
@@ -373,7 +374,7 @@ def fetched_too_early(policy: str) -> ConfigError:
 
 
 def _storages_in(values: Any) -> list[StorageWeakRef]:
-    """Storages of tensors, each part of a list or tuple looked into."""
+    """Storages of tensors, including those in lists and tuples."""
     storages = []
     for part in values if isinstance(values, list | tuple) else (values,):
         for tensor in (part,) if isinstance(part, torch.Tensor) else outputs_in(part):

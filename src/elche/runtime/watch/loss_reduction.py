@@ -1,10 +1,10 @@
 """Detection of a loss that is a sum over the batch, in the graph of the first backward.
 
-Gradients of a sum that are reduced as those of a mean are another gradient than one
-device's, and nothing else shows it. Only a loss that cannot be a mean counts as a sum:
-torch's own losses with ``reduction="sum"``, and a sum of those with ``"none"`` or of
-squared or absolute differences, alone or with others added. A product or quotient of it
-may be a mean, and no graph distinguishes a mean over the batch from one over a sample's
+A sum's gradients that are reduced like a mean's differ from those of one device, and
+nothing else shows it. Only a loss that cannot be a mean counts as a sum: torch's own
+losses with ``reduction="sum"``, and a sum of those with ``"none"`` or of squared or
+absolute differences, alone or with others added. A product or quotient of a sum may be
+a mean, and no graph distinguishes a mean over the batch from one over a sample's
 elements: those are not reported.
 """
 
@@ -99,8 +99,8 @@ class LossWatch:
     def begin(self, batch: Any, samples: int) -> None:
         """Records a batch and its expected samples; 0: this rank has no part.
 
-        A shorter batch is reported where others of its size, or of two sizes, were
-        whole: else it is not known which dimension counts samples.
+        A shorter batch is reported only after whole batches of its expected size, or of
+        two sizes: before, the dimension that counts samples is not known.
         """
         self._batch, self._samples = batch if self._is_watching else None, samples
         if not (self.is_on and samples and self._whole >= 0):
@@ -213,11 +213,11 @@ def _name(node: Any) -> str:
 
 
 def _inputs(node: Any) -> list[Any]:
-    """Nodes below one, without constants."""
+    """Input nodes of a node, without constants."""
     found = () if node is None else node.next_functions
     return [each for each, _ in found if each is not None]
 
 
 def _are_computed(nodes: list[Any]) -> bool:
-    """True if no parameter is among them: a sum over one is over no batch."""
+    """True if no parameter is among them: a sum over one is not over a batch."""
     return not any(_name(node) == "torch::autograd::AccumulateGrad" for node in nodes)

@@ -47,17 +47,17 @@ class ModelCopies:
     Calls of ``update_parameters`` of torch's `AveragedModel` with the model, or a part
     of it, are deferred. At a commit the method is called once per committed global
     batch, with the common model. That is the user's own rule, so an EMA of decay d
-    moves by 1 - d^k in k of them. Outside of windows, and between epochs, calls pass
+    moves by 1 - d^k in k batches. Outside of windows, and between epochs, calls pass
     through. Any other copy becomes its mean over the ranks that trained, at every
     epoch's end.
 
     Args:
         model: trained model.
-        copies: copies that the user has given.
+        copies: copies passed to `elche.setup`.
 
     Attributes:
         is_in_steps: the loop is in an epoch of ``sync``, where updates pass through.
-        has_unknown: a copy that the user has not given was updated there.
+        has_unknown: a copy that the user has not given was updated in them.
     """
 
     def __init__(self, model: nn.Module, copies: Sequence[nn.Module]) -> None:
@@ -261,7 +261,7 @@ def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:
 class CopiesMade:
     """Copies of a model's parameters in a module, dict or list of the script.
 
-    Views are left out: elche keeps averages in views of one tensor.
+    Views are excluded: elche keeps averages in views of one tensor.
 
     Args:
         model: trained model; copies are equal to it now.
@@ -320,8 +320,8 @@ def _is_copy(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def instances(kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """Objects of a kind that Python's collector knows.
+    """Objects of a kind that Python's garbage collector tracks.
 
-    By their types: asking a lazy module for its class would import it.
+    Compares types: reading ``__class__`` of a lazy module would import it.
     """
     return (each for each in gc.get_objects() if issubclass(type(each), kind))

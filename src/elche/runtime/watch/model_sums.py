@@ -130,7 +130,7 @@ def _flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _odd(bits: torch.Tensor) -> torch.Tensor:
-    """Odd factors, one for each value: another order makes another sum."""
+    """Odd factors, one per value, so that the sum depends on the order of values."""
     key = bits.dtype, bits.device
     known = _odd_numbers.get(key)
     if known is None or known.numel() < bits.numel():

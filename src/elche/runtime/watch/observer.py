@@ -92,7 +92,7 @@ class LoopObserver:
         """Starts watching optimizer steps, and copies where windows may run.
 
         Args:
-            synchroniser: knows which gradients are reduced; None: no step is checked.
+            synchroniser: record of reduced gradients; None: no step is checked.
         """
         if synchroniser is not None:
             self.guard.synchroniser = synchroniser
@@ -105,7 +105,7 @@ class LoopObserver:
         """Prepares for an epoch, or for the rest of it.
 
         Args:
-            sync: knows the trained parameters.
+            sync: holder of the trained parameters.
             is_counted: epochs, or steps, are counted here and not by the loop.
         """
         self._may_count = not is_counted
@@ -165,7 +165,7 @@ class LoopObserver:
     def barred(self) -> str:
         """Reason why a rank that joins would take other steps; "" if there is none.
 
-        Its loop counts its batches from there on.
+        The joining rank's loop counts batches from there on.
         """
         if self._is_uneven or not self.guard.all_have_stepped:
             return "some batches are not followed by a step of every optimizer"

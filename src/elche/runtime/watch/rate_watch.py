@@ -38,8 +38,8 @@ class RateWatch:
         policy: policy of the run.
 
     Attributes:
-        has_read_progress: the loop reads the run's progress, which rates set by hand
-            then follow.
+        has_read_progress: the loop has read the run's progress, so rates set by hand
+            are assumed to follow it.
     """
 
     def __init__(self, policy: str) -> None:

@@ -2,7 +2,7 @@
 
 A scaler skips a step where gradients overflow. Its batches count as done, so nothing
 else would show that nothing was learned from them. A fused optimizer is always called,
-and skips by itself where ``found_inf`` says so.
+and skips the step itself if ``found_inf`` is set.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Hook of every optimizer step, and refusal of steps that ranks do not have in common.
 
-Every step, inside of epochs and outside, is checked for reduced gradients. Gradients
-that were changed or replaced after their reduction pass: all ranks change them alike.
-Parameters outside the model are not reduced. Those that a loop makes anew for each
-batch are its own; those stepped in two batches, or held by an optimizer before the
-loop, are refused.
+Every step, inside of epochs and outside, is checked for reduced gradients. Changes of
+gradients after their reduction are allowed, if all ranks make the same ones. Parameters
+outside the model are not reduced. They are allowed if the loop creates them for one
+batch, and refused if they are stepped in two batches or are older than the loop.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class StepGuard:
 
     Args:
         model: the trained model.
-        given: its optimizers that the user has given.
+        given: its optimizers passed to `elche.setup`.
         steps: counts the batches that the loop has taken.
 
     Attributes:
-        synchroniser: knows which gradients are reduced; None: no step is checked.
+        synchroniser: record of reduced gradients; None: no step is checked.
         is_inside: the loop is inside an epoch.
         stepped: steps of optimizers so far.
         in_batch: ids of optimizers that have stepped in this batch.
@@ -73,7 +72,7 @@ class StepGuard:
         return self.in_batch.issuperset(map(id, self.optimizers()))
 
     def attach(self) -> None:
-        """Starts watching optimizer steps, unless it has started."""
+        """Starts watching optimizer steps, unless it watches them already."""
         found = weakref.WeakMethod(self.before_step)
 
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -101,7 +100,7 @@ class StepGuard:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> Any:
-        """A hook before the step; where that has a closure, after each call of it.
+        """Hook before a step, or after each call of the step's closure.
 
         Raises:
             ConfigError: the step would not be that of the other ranks.
@@ -171,7 +170,7 @@ class StepGuard:
         if any(_moves(p.grad) for p in old):
             why = foreign_parameters(type(optimizer).__name__, old)
             raise ConfigError(
-                f"{why}; create parameters that restart in every batch inside the loop"
+                f"{why}; create per-batch parameters anew inside the loop"
             )
 
 

@@ -33,7 +33,7 @@ class OpenReduction:
     Attributes:
         plan: plan of the reduction.
         lacks: its result is not in this rank's model.
-        keeps: this rank has trained since its part of it ended.
+        keeps: this rank has trained since it closed that window.
     """
 
     plan: Reduce
@@ -96,7 +96,7 @@ class Regrouping:
             return
         worker, sync = self._worker, self._synchroniser.windows
         if sync is None:
-            raise ProtocolError(f"rank {worker.rank}: no windows, and a new group")
+            raise ProtocolError(f"rank {worker.rank}: a new group outside windows")
         lacks = last is not None and last.lacks
         lack, hold = _gathered(group, lacks, last is not None and not lacks)
         if any(lack) and any(hold):

@@ -265,7 +265,7 @@ class Synchroniser:
         return float(get_total_norm([p.detach() for p in self._trainable]))
 
     def layout(self) -> str:
-        """Digest of the trained parameters, and "changed" or "same" since then."""
+        """Digest of the trained parameters, "changed" or "same" since the build."""
         return f"{self.digest()} {'changed' if self.is_changed else 'same'}"
 
     def digest(self) -> str:

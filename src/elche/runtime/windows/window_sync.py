@@ -63,7 +63,7 @@ class WindowSync(ABC):
         """Removes every hook from the parameters."""
 
     def retire(self) -> None:  # noqa: B027
-        """Releases it for a successor in the same group; nothing is in progress.
+        """Releases resources for a successor in the same group; nothing is in progress.
 
         Raises:
             CommunicationError: pending sends cannot complete.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.gradients.part_weights import StepPart
+from elche.comm.gradients.part_weights import Lost, StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from tests.comm.gradients.reduced_net import (
     CAPS,
@@ -61,6 +61,29 @@ def test_any_shares_give_the_gradient_of_the_union(
     ranks = on_ranks(3, run, nets(3), shares_host=shares_host)
     for step, sizes in enumerate(steps):
         check([found[step] for found in ranks], alone(step, sizes))
+
+
+@pytest.mark.parametrize("cap_bytes", CAPS.values(), ids=CAPS)
+def test_a_group_of_one_keeps_its_gradients(cap_bytes: int) -> None:
+    """Without a copy, and rescaled where ranks were lost."""
+    steps = [(5,), (1,), (4,)]
+
+    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
+        reducer = reducer_of(model, group, cap_bytes)
+        reducer.attach()
+        found = trained(reducer, model, 0, steps)
+        came: list[torch.Tensor | None] = []
+        weight = model.body[0].weight
+        weight.register_post_accumulate_grad_hook(lambda p: came.append(p.grad))
+        reducer.lost = lambda label, number: Lost(0.5, 0.5)
+        found += trained(reducer, model, 0, steps[:1])
+        assert came[0] is weight.grad
+        return found
+
+    (found,) = on_ranks(1, run, nets(1))
+    for got, (step, sizes) in zip(found, enumerate(steps), strict=False):
+        check([got], alone(step, sizes))
+    check([found[-1]], [g if g is None else 2 * g for g in alone(0, (5,))])
 
 
 def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:

@@ -410,8 +410,9 @@ class Bucket:
     def rescale(self, factor: float) -> None:
         """Multiplies the sums, but not the flags, by a factor."""
         if self._total is None:  # this rank's own gradients
-            own = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(own, factor)
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
             return
         self._total[: -len(self.parameters)].mul_(factor)
 

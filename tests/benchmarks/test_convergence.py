@@ -156,7 +156,9 @@ def test_virtual_ranks_train_as_ranks_of_torch_do(settings: dict[str, Any]) -> N
     columns = [Column(0, LR), Column(1, LR), Column(0, LR / 2)]
     found = train(Points(), method, columns, BATCHES)
     expected = [reference(method, c.seed, c.lr) for c in columns]
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    # Torch's momentum is float32, elche's bfloat16.
+    bound = 1e-2 if method.outer_momentum else 1e-4
+    assert found == pytest.approx(expected, rel=bound, abs=bound)
     assert len({round(value, 3) for value in found}) == 3
 
 

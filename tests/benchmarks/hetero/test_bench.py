@@ -62,8 +62,14 @@ def nothing_starts(
         ("--speeds 1,0.5 --seconds 0", "expected positive --seconds"),
         ("--speeds 1,0.5 --seconds nan", "expected positive --seconds"),
         ("--speeds 1,0.5 --seeds 0", "--seeds of at least 1"),
-        ("--speeds 1,0.5 --ms-per-sample 0", "positive speeds and milliseconds"),
-        ("--speeds 1,0.5 --fixed-ms -1", "--fixed-ms of at least 0"),
+        (
+            "--speeds 1,0.5 --ms-per-sample 0",
+            "expected --ms-per-sample to be a positive finite number",
+        ),
+        (
+            "--speeds 1,0.5 --fixed-ms -1",
+            "expected --fixed-ms to be a finite number >= 0",
+        ),
         ("--speeds 1,1,1 --batch-size 2", "expected 2 to 2 --speeds"),
         ("--speeds 1,0.001", "leave ddp-split out"),
         ("--speeds 1,0.5 --json /", "cannot write /"),

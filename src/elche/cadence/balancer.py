@@ -38,6 +38,8 @@ MOST_TRIAL = 2.0
 _Times: TypeAlias = tuple[list[float], list[float]]
 
 
+WARM_UP_SIZES = 4
+"""Sizes of a rank up to which a split follows each report of the warm-up."""
 REBALANCE_GAIN = 0.03
 """Least predicted cut of step time that changes the split, as a fraction."""
 
@@ -184,15 +186,14 @@ class Balancer:
         best = self._shortest(total, times)
         kept = self._kept.pop(total, None)
         steps, self._reports = self._reports, 0
-        is_warm = self.is_warm
         if kept is None:
             kept = self._choices(best, times)[1]
         elif self._gain(best, kept, times) > REBALANCE_GAIN:
-            split = self._of_few_sizes(best, times, steps) if is_warm else best
+            follows = not self.is_warm and self._sizes.had(best) < WARM_UP_SIZES
+            split = best if follows else self._of_few_sizes(best, times, steps)
             if self._gain(split, kept, times) > REBALANCE_GAIN:
                 kept = split
-        if is_warm:  # else it may be a guess, which no later split is to reuse
-            self._sizes.use(kept)
+        self._sizes.use(kept, is_guess=not self.is_warm)
         self._kept[total] = kept
         while len(self._kept) > MAX_KEPT_SIZES:
             del self._kept[next(iter(self._kept))]

@@ -40,21 +40,30 @@ class ShareSizes:
         used: sizes used before.
     """
 
-    __slots__ = ("_lost_steps", "_used")
+    __slots__ = ("_guesses", "_lost_steps", "_used")
 
     def __init__(self, used: Iterable[Iterable[int]]) -> None:
         self._used = [list(sizes) for sizes in used]
+        self._guesses = [set[int]() for _ in self._used]
         self._lost_steps = 0.0
 
     @property
     def used(self) -> list[list[int]]:
         """Sizes that each rank has used."""
-        return [list(sizes) for sizes in self._used]
+        both = zip(self._used, self._guesses, strict=True)
+        return [[*sizes, *sorted(guesses.difference(sizes))] for sizes, guesses in both]
 
-    def use(self, split: Sequence[int]) -> None:
-        """Records the sizes of a split; a rank without a share has no size."""
-        for used, part in zip(self._used, split, strict=True):
-            if part and part not in used:
+    def use(self, split: Sequence[int], *, is_guess: bool = False) -> None:
+        """Records the sizes of a split; a rank without a share has no size.
+
+        Args:
+            split: the split.
+            is_guess: True during warm-up; no later split is to reuse its sizes.
+        """
+        for used, guesses, part in zip(self._used, self._guesses, split, strict=True):
+            if is_guess and part:
+                guesses.add(part)
+            elif part and part not in used:
                 used.append(part)
                 self._lost_steps = 0.0
 
@@ -87,9 +96,9 @@ class ShareSizes:
         ]
         return split_from_sizes(total, used, end), pick_sizes(total, near) or best
 
-    def had(self, split: Sequence[int]) -> int:
+    def had(self, split: Sequence[int], *, guesses: bool = True) -> int:
         """Returns the most sizes of any rank to which the split adds one, or 0."""
-        pairs = zip(self._used, split, strict=True)
+        pairs = zip(self.used if guesses else self._used, split, strict=True)
         return max((len(used) for used, n in pairs if n and n not in used), default=0)
 
     def is_worth(
@@ -105,7 +114,7 @@ class ShareSizes:
         """
         had = self.had(fresh)
         self._lost_steps += gain * steps
-        if had <= 1:
+        if self.had(fresh, guesses=False) <= 1 and had < len(PRICES) - 1:
             return True
         is_last = had >= len(PRICES)
         price = math.inf if is_last else PRICES[had]

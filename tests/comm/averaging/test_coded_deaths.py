@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging import parameter_group
+from elche.comm.averaging import parameter_memory
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec import CODECS
 from elche.comm.transport.exchange import Exchange, open_exchange
@@ -44,7 +44,7 @@ def open_wired(
 
 @pytest.fixture(autouse=True)
 def _wired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_group, "open_coded_exchange", open_wired)
+    monkeypatch.setattr(parameter_memory, "open_coded_exchange", open_wired)
 
 
 class Handing:

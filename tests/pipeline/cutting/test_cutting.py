@@ -314,7 +314,7 @@ def test_modules_of_one_layer_in_different_modes(kind: str) -> None:
     model.inner.add_module("taking", TakesObjects(WIDTH, WIDTH))
     layers = cut_model(model, ["inner.taking"], torch.randn(3, WIDTH))
     model.inner.second.eval()
-    refused: Any = pytest.raises(ConfigError, match="put them into one mode")
+    refused: Any = pytest.raises(ConfigError, match="set one mode")
     with refused if kind == "dropout" else nullcontext():
         run(layers, torch.randn(3, WIDTH))
     layers[1].body.eval()
@@ -473,7 +473,7 @@ def torn() -> nn.Module:
             "got 'block.1'; the model has blocks.1",
         ),
         (Gpt(), "head", torch.zeros(2, 5), "write split_points=['head']"),
-        (torn(), None, torch.zeros(2, 5).long(), "is on cpu and on meta; move"),
+        (torn(), None, torch.zeros(2, 5).long(), "is on cpu and on meta; build all of it"),
         (Gpt(), {"head": 1}, torch.zeros(2, 5), "expected SplitPoint.BEGINNING or"),
         (Gpt(), ["tokens"], torch.zeros(2, 5).long(), "cut the model into 1 layers"),
         (ByPosition(2, 2), None, torch.zeros(2, 2), "takes x by position only"),

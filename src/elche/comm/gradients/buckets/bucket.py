@@ -293,7 +293,7 @@ class Bucket:
         unread = torch.empty(0, device="cpu")
         flags = unread
         if self.missing:
-            flags = torch.tensor([float(one is not None) for one in found])
+            flags = torch.tensor([one is not None for one in found], device="cpu")
         self.summed = [*(unread if one is None else one for one in found), flags]
 
     def drop_sent(self, side: int, stays: Callable[[nn.Parameter], bool]) -> None:

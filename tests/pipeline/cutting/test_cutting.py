@@ -473,7 +473,7 @@ def torn() -> nn.Module:
             "got 'block.1'; the model has blocks.1",
         ),
         (Gpt(), "head", torch.zeros(2, 5), "write split_points=['head']"),
-        (torn(), None, torch.zeros(2, 5).long(), "is on cpu and on meta; build all of it"),
+        (torn(), None, torch.zeros(2, 5).long(), "is on cpu and on meta; build all"),
         (Gpt(), {"head": 1}, torch.zeros(2, 5), "expected SplitPoint.BEGINNING or"),
         (Gpt(), ["tokens"], torch.zeros(2, 5).long(), "cut the model into 1 layers"),
         (ByPosition(2, 2), None, torch.zeros(2, 2), "takes x by position only"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,14 @@ class Results:
     _values: dict[str, dict[float, dict[int, float]]] = field(default_factory=dict)
 
     def load(self) -> None:
-        """Reads the file, if there is one."""
+        """Reads the file, if there is one; skips methods with settings of the past."""
         self._values.clear()
         if not self.path.exists():
             return
         for line in self.path.read_text().splitlines():
             row = json.loads(line)
+            if row["method"].keys() - asdict(Method()).keys():
+                continue
             setting = Setting(row["task"], row["batches"], Method(**row["method"]))
             self._note(setting, row["lr"], row["seed"], row["value"])
 

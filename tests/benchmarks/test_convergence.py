@@ -270,6 +270,16 @@ def test_runs_that_diverge_are_not_the_best(tmp_path: Path) -> None:
     assert results.best(setting, (0,)) == 0.1
 
 
+def test_runs_of_settings_that_no_longer_exist_are_skipped(tmp_path: Path) -> None:
+    setting, results = Setting("points", 1, Method()), Results(tmp_path / "runs.jsonl")
+    results.add(setting, 0.1, 0, 2.0)
+    old = results.path.read_text().replace("{}", '{"state": "average"}')
+    with results.path.open("a") as file:
+        file.write(old.replace("2.0", "1.0"))
+    results.load()
+    assert results.of(setting) == {0.1: {0: 2.0}}
+
+
 def test_samples_for_a_loss_are_read_off_the_curve() -> None:
     curve = {1000: 3.0, 2000: 2.0, 8000: 1.0}
     for length, loss in curve.items():

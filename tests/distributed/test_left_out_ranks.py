@@ -39,6 +39,7 @@ pytestmark = pytest.mark.distributed
 STEPS, BATCH = 40, 12
 SLOW, SLOW_S, SLOW_EPOCHS, EPOCHS = 1, 0.1, 2, 4
 SAMPLE_S = 0.001
+IS_TRIAL_DUE: Any = ExcludedRanks.is_trial_due
 FAST_FROM = 0
 """The slow rank is fast where fewer steps of an epoch are left."""
 
@@ -79,10 +80,16 @@ def _train(found: Found, task: Task, kind: str) -> None:
     run.notifications.emit = found.lines.append
     for epoch in range(EPOCHS):
         steps: list[list[int]] = []
-        for x, y, index, _ in loader:
-            take_step(model, optimizer, x, y)
-            average.update_parameters(model)
-            scheduler.step()
+        for number, (x, y, index, _) in enumerate(loader):
+            if kind == "accumulate":
+                F.cross_entropy(model(x), y).backward()
+                if number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                take_step(model, optimizer, x, y)
+                average.update_parameters(model)
+                scheduler.step()
             done = round(elche.progress_samples()) // BATCH - epoch * STEPS
             steps += [[]] * (done - len(steps))  # those that it was left out of
             steps.append(index.tolist() if run.current_samples else [])
@@ -251,6 +258,25 @@ def test_a_rank_returns_within_the_epoch_where_all_state_is_copied(
     check(ranks, task)
     assert [] in ranks[SLOW].steps[0]
     assert [] not in ranks[SLOW].steps[0][-4:]
+    check_whole(ranks)
+
+
+def test_no_rank_returns_within_an_epoch_where_gradients_are_accumulated(
+    ranks3: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its count of the epoch's batches is behind: it would step after others."""
+
+    def is_due(ranks: ExcludedRanks) -> bool:
+        return ranks._steps_left < STEPS // 2 and bool(IS_TRIAL_DUE.fget(ranks))
+
+    monkeypatch.setattr(ExcludedRanks, "is_trial_due", property(is_due))
+    monkeypatch.setattr(sys.modules[__name__], "FAST_FROM", STEPS // 2)
+    ranks = ranks3.serve(train, task_of(), kind="accumulate")
+    assert [rank.error for rank in ranks] == [""] * 3
+    assert sizes(ranks[SLOW])[0] < STEPS // 2
+    assert sizes(ranks[SLOW])[-1] == STEPS
+    for epoch in range(EPOCHS):
+        assert identical([rank.states[epoch] for rank in ranks])
     check_whole(ranks)
 
 

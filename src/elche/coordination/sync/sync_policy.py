@@ -363,7 +363,9 @@ class SyncPolicy(Policy):
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step
-        source = self._left.settle(active, is_needed=bool(handover.behind))
+        final = {*self.exclusion.final}  # an own step of theirs may be another one
+        is_needed = bool(handover.behind or final)
+        source = self._left.settle(active - final, is_needed=is_needed)
         if source is not None:
             outcome.instructions += handover.instruct(self._members, source, done - 1)
             return outcome

@@ -27,7 +27,7 @@ STALE = SCHEDULED, RATE_MOVES, SCALED
 """State of a loop that moves with its batches and cannot be copied. An excluded rank
 lacks it, so it never returns.
 """
-UNEVEN = "not every batch is followed by a step of every optimizer"
+UNEVEN = "some batches are not followed by a step of every optimizer"
 """Such a loop may count an epoch's batches: ranks return only at an epoch's start."""
 
 

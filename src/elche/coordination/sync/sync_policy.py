@@ -363,9 +363,8 @@ class SyncPolicy(Policy):
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step
-        final = {*self.exclusion.final}  # an own step of theirs may be another one
-        is_needed = bool(handover.behind or final)
-        source = self._left.settle(active - final, is_needed=is_needed)
+        final, behind = {*self.exclusion.final}, handover.behind
+        source = self._left.settle(active - final, is_needed=bool(behind | final))
         if source is not None:
             outcome.instructions += handover.instruct(self._members, source, done - 1)
             return outcome

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.distributed
 STEPS, BATCH = 40, 12
 SLOW, SLOW_S, SLOW_EPOCHS, EPOCHS = 1, 0.1, 2, 4
 SAMPLE_S = 0.001
+IS_TRIAL_DUE: Any = ExcludedRanks.is_trial_due
 FAST_FROM = 0
 """The slow rank is fast where fewer steps of an epoch are left."""
 
@@ -51,6 +52,7 @@ class Found:
     progress: list[float] = field(default_factory=list)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    left_with: dict[str, torch.Tensor] = field(default_factory=dict)
     error: str = ""
 
 
@@ -77,12 +79,27 @@ def _train(found: Found, task: Task, kind: str) -> None:
     run = current_run()
     assert run is not None
     run.notifications.emit = found.lines.append
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
     for epoch in range(EPOCHS):
         steps: list[list[int]] = []
-        for x, y, index, _ in loader:
-            take_step(model, optimizer, x, y)
-            average.update_parameters(model)
-            scheduler.step()
+        for number, (x, y, index, _) in enumerate(loader):
+            if kind == "scaler":
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if epoch == 2 and elche.rank() != SLOW:
+                    found.left_with = held(model)
+                    break
+            elif kind == "accumulate":
+                F.cross_entropy(model(x), y).backward()
+                if number % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                take_step(model, optimizer, x, y)
+                average.update_parameters(model)
+                scheduler.step()
             done = round(elche.progress_samples()) // BATCH - epoch * STEPS
             steps += [[]] * (done - len(steps))  # those that it was left out of
             steps.append(index.tolist() if run.current_samples else [])
@@ -254,6 +271,25 @@ def test_a_rank_returns_within_the_epoch_where_all_state_is_copied(
     check_whole(ranks)
 
 
+def test_no_rank_returns_within_an_epoch_where_gradients_are_accumulated(
+    ranks3: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its count of the epoch's batches is behind: it would step after others."""
+
+    def is_due(ranks: ExcludedRanks) -> bool:
+        return ranks._steps_left < STEPS // 2 and bool(IS_TRIAL_DUE.fget(ranks))
+
+    monkeypatch.setattr(ExcludedRanks, "is_trial_due", property(is_due))
+    monkeypatch.setattr(sys.modules[__name__], "FAST_FROM", STEPS // 2)
+    ranks = ranks3.serve(train, task_of(), kind="accumulate")
+    assert [rank.error for rank in ranks] == [""] * 3
+    assert sizes(ranks[SLOW])[0] < STEPS // 2
+    assert sizes(ranks[SLOW])[-1] == STEPS
+    for epoch in range(EPOCHS):
+        assert identical([rank.states[epoch] for rank in ranks])
+    check_whole(ranks)
+
+
 def test_auto_leaves_out_at_once_whom_its_choice_does_without(
     ranks3: RankPool, wanted: Callable[..., None]
 ) -> None:
@@ -284,6 +320,18 @@ def test_a_loop_may_break_off_while_a_rank_is_left_out(ranks3: RankPool) -> None
     check(ranks, task)
     first, left_out_after, third = (sizes(rank)[1] for rank in ranks)
     assert left_out_after < third == STEPS // 2 <= first < STEPS
+
+
+def test_a_rank_that_has_left_for_good_is_no_source_where_the_others_break_off(
+    ranks3: RankPool,
+) -> None:
+    """Its loss scale is behind: once, all took the model of its own first step."""
+    task = task_of(dtype="float32", optimizer="sgd")
+    ranks = ranks3.serve(train, task, kind="scaler")
+    assert [rank.error for rank in ranks] == [""] * 3
+    assert len(sizes(ranks[SLOW])) == EPOCHS
+    for name, value in ranks[0].left_with.items():
+        assert [r for r in ranks if not r.states[2][name].equal(value)] == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync import left_out
 from elche.coordination.sync.left_out import ExcludedRanks
 from elche.coordination.sync.model_handover import ModelHandover
-from elche.coordination.sync.step_reports import RATE_MOVES, STALE
+from elche.coordination.sync.step_reports import RATE_MOVES, STALE, UNEVEN
 from elche.coordination.sync.step_shares import StepShares
 from tests.coordination.test_core import steps_done
 from tests.harness.settings import nested
@@ -147,6 +147,23 @@ def test_a_rate_that_moves_while_a_rank_is_tried_ends_the_trial(
     (line,) = reasons(core.epoch(1, unknown=RATE_MOVES))
     assert f"none returns, because {RATE_MOVES} (leave_out=False" in line
     assert core.left_out.ranks == core.left_out.final == (1,)
+
+
+def test_no_trial_within_an_epoch_where_the_loop_may_step_by_its_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The count of an excluded rank is behind until the next epoch."""
+    monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
+    core = Core()
+    core.epoch(0, unknown=UNEVEN)
+    core.slow_s = 0.0
+    assert core.left_out.ranks == (1,)
+    core.left_out._steps_left = 1000
+    assert not core.left_out.is_trial_due
+    core.epoch(0, unknown=UNEVEN)  # the rest of an epoch that was cut
+    assert core.left_out.ranks == (1,)
+    core.epoch(1, unknown=UNEVEN)
+    assert core.left_out.ranks == ()
 
 
 def test_trials_that_fail_come_at_growing_intervals() -> None:

@@ -23,7 +23,7 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
-from elche.coordination.sync.step_reports import STALE
+from elche.coordination.sync.step_reports import STALE, UNEVEN
 from elche.coordination.sync.step_shares import StepShares
 
 LEAST_GAIN = 0.1
@@ -175,10 +175,15 @@ class ExcludedRanks:
         return self._phase is _Phase.TRIAL
 
     @property
+    def is_uneven(self) -> bool:
+        """True if an excluded rank may step after other batches (see `UNEVEN`)."""
+        return UNEVEN in self.unknown.values()
+
+    @property
     def is_trial_due(self) -> bool:
         """True if the epoch is to be cut for a trial of excluded ranks."""
         is_due = bool(self.ranks) and self._now_s >= self._trial_due_s
-        returns = not (self.final or self._is_stream)
+        returns = not (self.final or self._is_stream or self.is_uneven)
         return is_due and returns and self._is_worth(self._chosen)
 
     def begin_epoch(
@@ -195,7 +200,7 @@ class ExcludedRanks:
         if self._phase is _Phase.APART:
             is_worth = self._is_worth(self._chosen)
             is_due = now_s >= self._trial_due_s or not is_worth
-            decides = is_due and not self.final
+            decides = is_due and not (self.final or (is_rest and self.is_uneven))
             self._tried_s = since_s if decides else self._tried_s
         elif found is not None and self._is_worth(found):
             replies = self._choose(found)
@@ -235,7 +240,7 @@ class ExcludedRanks:
         self._note_stale()
         if self.is_trying and self._kept and not self.final:
             self._enter(_Phase.MEASURING)  # new in this epoch: no rank is behind yet
-        elif self.is_trying and (not self._decides or any(self.unknown.values())):
+        elif self.is_trying and (not self._decides or self._kept or self._stale):
             self._phase = _Phase.LEAVING
         elif self._settling > 0:
             self._settling -= 1
@@ -333,7 +338,7 @@ class ExcludedRanks:
     def _kept(self) -> str:
         """State because of which no rank may be excluded; "" if there is none."""
         unknown = filter(None, self.unknown.values())
-        return next((each for each in unknown if each not in STALE), "")
+        return next((each for each in unknown if each not in (*STALE, UNEVEN)), "")
 
     @property
     def _stale(self) -> str:

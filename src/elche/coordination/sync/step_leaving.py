@@ -138,7 +138,7 @@ class EarlyEnd:
         That rank has run all of them, or has left last.
 
         Args:
-            members: ranks that have taken part.
+            members: ranks that have taken part and lack no state.
             is_needed: whether other ranks need the model even if these hold equal ones.
 
         Returns:
@@ -152,14 +152,15 @@ class EarlyEnd:
         self._is_settled = True
         if staying := self.staying(members):
             return staying[0]
-        places = {r: (left.step, left.passes) for r, left in self._left.items()}
-        if len({(*places[r], left.stepped) for r, left in self._left.items()}) == 1:
-            left = next(iter(self._left.values()))
+        gone = {r: left for r, left in self._left.items() if r in members}
+        places = {r: (left.step, left.passes) for r, left in gone.items()}
+        if len({(*places[r], left.stepped) for r, left in gone.items()}) == 1:
+            left = next(iter(gone.values()))
             checks = ModelChecks(f"where all have left the loop of epoch {left.epoch}")
-            checks.compare({r: left.checks for r, left in self._left.items()})
+            checks.compare({r: left.checks for r, left in gone.items()})
         models = {
             (*places[r], *(bits for _, _, _, bits, *_ in left.checks))
-            for r, left in self._left.items()
+            for r, left in gone.items()
         }
         if len(models) == 1 and not is_needed:
             return None

@@ -27,6 +27,8 @@ STALE = SCHEDULED, RATE_MOVES, SCALED
 """State of a loop that moves with its batches and cannot be copied. An excluded rank
 lacks it, so it never returns.
 """
+UNEVEN = "some batches are not followed by a step of every optimizer"
+"""Such a loop may count an epoch's batches: ranks return only at an epoch's start."""
 
 
 class StepReports:

@@ -125,8 +125,8 @@ class SyncPolicy(Policy):
         exclusion = self.exclusion
         if exclusion.is_trial_due:
             self.cut_short()
-        has_steps = bool(grants.ungranted or exclusion.final)  # those copy the model
-        if exclusion.is_leaving and self.is_drained and has_steps:
+        copies = grants.ungranted or exclusion.final or exclusion.is_uneven
+        if exclusion.is_leaving and self.is_drained and copies:
             outcome.instructions += exclusion.leave()
             self._handover.behind.update(exclusion.ranks)
         outcome.instructions += self._top_up()
@@ -363,7 +363,8 @@ class SyncPolicy(Policy):
                 f"{EARLY}; leave it after the same step on every rank"
             )
         done = grants.until if staying else self._left.step
-        source = self._left.settle(active, is_needed=bool(handover.behind))
+        final, behind = {*self.exclusion.final}, handover.behind
+        source = self._left.settle(active - final, is_needed=bool(behind | final))
         if source is not None:
             outcome.instructions += handover.instruct(self._members, source, done - 1)
             return outcome

@@ -25,7 +25,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.messages import Scalars
-from elche.coordination.sync.step_reports import RATE_MOVES, SCALED, SCHEDULED, STALE
+from elche.coordination.sync.step_reports import (
+    RATE_MOVES,
+    SCALED,
+    SCHEDULED,
+    STALE,
+    UNEVEN,
+)
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.resume_sync import plain_schedule
 from elche.runtime.training import Training
@@ -159,8 +165,9 @@ class LoopObserver:
         """
         if not self._uncarried or self._uncarried in STALE:
             self._uncarried = self._seen() or self._uncarried
-        is_kept = bool(self._uncarried) and self._uncarried not in STALE
-        return UNCOUNTED if self._may_count and not is_kept else self._uncarried
+        if self._may_count and self._uncarried in ("", *STALE):
+            return UNCOUNTED
+        return self._uncarried or (UNEVEN if self._is_uneven else "")
 
     def barred(self) -> str:
         """Reason why a rank that joins would take other steps; "" if there is none.
@@ -168,7 +175,7 @@ class LoopObserver:
         The joining rank's loop counts batches from there on.
         """
         if self._is_uneven or not self.guard.all_have_stepped:
-            return "some batches are not followed by a step of every optimizer"
+            return UNEVEN
         return self._uncarried or self._seen()
 
     def _seen(self) -> str:

@@ -293,7 +293,7 @@ class Bucket:
         unread = torch.empty(0, device="cpu")
         flags = unread
         if self.missing:
-            flags = torch.tensor([float(one is not None) for one in found])
+            flags = torch.tensor([one is not None for one in found], device="cpu")
         self.summed = [*(unread if one is None else one for one in found), flags]
 
     def drop_sent(self, side: int, stays: Callable[[nn.Parameter], bool]) -> None:
@@ -410,8 +410,8 @@ class Bucket:
     def rescale(self, factor: float) -> None:
         """Multiplies the sums, but not the flags, by a factor."""
         if self._total is None:  # this rank's own gradients
-            own = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(own, factor)
+            for own in self.summed[:-1]:
+                own.mul_(factor)
             return
         self._total[: -len(self.parameters)].mul_(factor)
 

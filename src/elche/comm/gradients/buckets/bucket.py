@@ -410,9 +410,8 @@ class Bucket:
     def rescale(self, factor: float) -> None:
         """Multiplies the sums, but not the flags, by a factor."""
         if self._total is None:  # this rank's own gradients
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            for own in self.summed[:-1]:
+                own.mul_(factor)
             return
         self._total[: -len(self.parameters)].mul_(factor)
 

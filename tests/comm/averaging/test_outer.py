@@ -81,3 +81,22 @@ def test_average_leaves_the_momentum_alone() -> None:
     assert base.tolist() == [2.5, 3.0]
     outer.step(0, torch.tensor([0.0, 0.0]), nesterov)
     assert base.tolist() == [2.75, 3.5]
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.8, 0.9, 0.99])
+def test_a_constant_drift_is_not_held_back_by_rounding(momentum: float) -> None:
+    """Its momentum comes near drift / (1 − momentum); a loaded one keeps its dtype."""
+    base = torch.zeros(64)
+    outer, rule = OuterOptimizer(base), OuterStep("slowmo", 1.0, momentum)
+    drift = torch.linspace(0.1, 0.9, 64)
+    for _ in range(2000):
+        outer.step(0, drift.clone(), rule)
+    assert outer.momentum is not None
+    is_rounded = momentum <= 0.8
+    assert outer.momentum.dtype is (torch.bfloat16 if is_rounded else torch.float32)
+    wanted = drift / (1 - momentum)
+    torch.testing.assert_close(outer.momentum.float(), wanted, rtol=0.02, atol=0)
+    other = OuterOptimizer(base.clone())
+    other.load_momentum(outer.momentum)
+    assert other.momentum is not None
+    assert other.dtype is other.momentum.dtype is outer.momentum.dtype

@@ -18,6 +18,12 @@ import torch
 from elche.coordination.protocol.instructions import Reduce
 
 
+MOST_ROUNDED = 0.8
+"""Largest momentum kept in bfloat16. Rounding holds back a constant drift: by 1 % of it
+at 0.8, 3 % at 0.9, 24 % at 0.99.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class OuterStep:
     """Settings of the outer step along a window's mean drift.
@@ -52,7 +58,8 @@ class OuterOptimizer:
         base: flat common parameters, updated in place by the steps.
 
     Attributes:
-        dtype: dtype of the momentum: bfloat16 for a float32 base, else the base's.
+        dtype: dtype of the momentum: bfloat16 for a float32 base, unless the first step
+            has more than `MOST_ROUNDED`; else the base's.
         momentum: flat momentum; None before the first step that uses one.
     """
 
@@ -65,7 +72,8 @@ class OuterOptimizer:
         """Loads a copy of a saved momentum; None resets it."""
         self.momentum = None
         if momentum is not None:
-            self.momentum = momentum.to(self._base.device, self.dtype, copy=True)
+            self.dtype = momentum.dtype
+            self.momentum = momentum.to(self._base.device, copy=True)
 
     def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
         """Moves one part of the base from θ_k to θ_{k+1}, in place.
@@ -81,6 +89,8 @@ class OuterOptimizer:
             mean_drift.mul_(rule.part)
         if rule.kind != "average":
             if self.momentum is None:
+                if rule.momentum > MOST_ROUNDED:
+                    self.dtype = self._base.dtype
                 self.momentum = torch.zeros_like(self._base, dtype=self.dtype)
             kept = self.momentum[start:stop]
             momentum = kept.to(mean_drift.dtype)

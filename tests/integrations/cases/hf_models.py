@@ -247,11 +247,14 @@ def _target(family: Family, samples: int) -> torch.Tensor:
     return torch.randint(family.words, logits.shape[:-1])
 
 
-def _prompt(batch: dict[str, torch.Tensor]) -> tuple[str, dict[str, torch.Tensor]]:
-    """Name of the tokens that generate continues, and the rest of the input."""
+def _prompt(model: Any, batch: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+    """Name of the tokens that generate continues, and the input without masks."""
     name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
     whole = {one: value for one, value in batch.items() if "attention" not in one}
-    return name, {one: value[:2] for one, value in whole.items()}
+    given = {one: value[:2].clone() for one, value in whole.items()}
+    if name != "input_ids":  # transformers would put it before the others
+        given[name][:, 0] = model.config.decoder_start_token_id
+    return name, given
 
 
 def alone(name: str, folder: Path | None = None) -> Ran:
@@ -276,9 +279,15 @@ def alone(name: str, folder: Path | None = None) -> Ran:
         evaluated = loss_of(model.eval()(**batch), target).item()
     tokens = None
     if model.can_generate():
-        _, given = _prompt(batch)
-        fixed = {"eos_token_id": None, "pad_token_id": None, "do_sample": False}
-        tokens = model.generate(**given, **fixed, max_new_tokens=NEW_TOKENS)
+        _, given = _prompt(model, batch)
+        fixed = hf.GenerationConfig(
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            decoder_start_token_id=getattr(model.config, "decoder_start_token_id", 0),
+        )
+        # Whisper's own also cuts sounds and chooses a language.
+        generate: Any = hf.GenerationMixin.generate
+        tokens = generate(model, **given, generation_config=fixed)
         tokens = tokens[:, -NEW_TOKENS:]
     return Ran("", 0, loss.item(), evaluated, gradients, tokens)
 
@@ -323,7 +332,7 @@ def piped(
             assert evaluated is not None
             found = Ran("", sum(pipe.partition), loss, evaluated, gradients)
             if generates:
-                key, given = _prompt(batch)
+                key, given = _prompt(model, batch)
                 found.tokens = pipe.generate(
                     given[key],
                     max_new_tokens=NEW_TOKENS,

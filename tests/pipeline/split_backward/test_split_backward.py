@@ -224,6 +224,18 @@ def test_an_input_changed_in_place_is_found_as_autograd_does() -> None:
         runner.backward_weight(1)
 
 
+def test_an_input_is_copied_for_layers_that_share_a_name() -> None:
+    # As of split=lambda model: [model[1], Wrapped(model[0])], both named "1".
+    layers = [Layer("1", nn.ReLU(inplace=True)), Layer("1", nn.Linear(6, 4))]
+    runner = StageBackward(Stage(0, layers, unpacks=False), None)
+    runner.begin_step()
+    given = torch.randn(2, 6)
+    runner.keep(0, forward(runner, 0, given.clone().requires_grad_()))
+    (found,) = runner.backward_input(0, [torch.ones(2, 4)])
+    assert found is not None
+    assert torch.equal(found == 0, given <= 0)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_keeps_no_input_of_the_layers_inside(reentrant: bool) -> None:

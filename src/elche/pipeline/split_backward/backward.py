@@ -70,7 +70,7 @@ class StageBackward:
         self._own = stage.own_backward
         self._splits = splits and self._own is None
         # A layer may change its input, as nn.ReLU(inplace=True) declares.
-        modules = stage.named_modules().values()
+        modules = (m for layer in stage.layers for m in layer.module.modules())
         self._copies_input = any(getattr(m, "inplace", False) is True for m in modules)
         self._flights: dict[int, _Flight] = {}
 

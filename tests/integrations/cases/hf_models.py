@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from elche.errors import ConfigError
+from elche.errors import ConfigError, RemoteRankError
 from elche.pipeline.pipeline import Pipeline
 from tests.pipeline.cases.pipeline_cases import CALM
 
@@ -120,7 +120,7 @@ def _mixtral() -> nn.Module:
 
 
 def _whisper() -> nn.Module:
-    sizes = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 8}
+    sizes = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}
     return hf.WhisperForConditionalGeneration(
         hf.WhisperConfig(**_ENCODER_DECODER, **sizes, init_std=0.3)
     )
@@ -280,14 +280,14 @@ def alone(name: str, folder: Path | None = None) -> Ran:
     tokens = None
     if model.can_generate():
         _, given = _prompt(model, batch)
-        fixed = hf.GenerationConfig(
+        model.generation_config = hf.GenerationConfig(  # no token is forced
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             decoder_start_token_id=getattr(model.config, "decoder_start_token_id", 0),
         )
         # Whisper's own also cuts sounds and chooses a language.
         generate: Any = hf.GenerationMixin.generate
-        tokens = generate(model, **given, generation_config=fixed)
+        tokens = generate(model, **given)
         tokens = tokens[:, -NEW_TOKENS:]
     return Ran("", 0, loss.item(), evaluated, gradients, tokens)
 
@@ -339,7 +339,7 @@ def piped(
                     batch_of=lambda tokens: {**given, key: tokens},
                 )[:, -NEW_TOKENS:]
             return found
-    except ConfigError as error:
+    except (ConfigError, RemoteRankError) as error:
         return Ran(refused=str(error))
 
 

@@ -102,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quota", default="1,0.4")
     parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--schedule", default="auto", help="of elche")
     asked = parser.parse_args()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -133,6 +134,7 @@ def main() -> None:
         layers(),
         F.mse_loss,
         micro_batches=MICRO_BATCHES,
+        schedule=asked.schedule,
         costs="measure",
         sample=x[:SAMPLES],
     ) as pipe:

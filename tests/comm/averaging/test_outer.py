@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from elche.comm.averaging.outer import OuterOptimizer, OuterStep
+from elche.comm.averaging.parameter_group import ParameterGroup
 from tests.comm.plans import plan
+from tests.comm.thread_group import ThreadGroup, on_ranks
 
 
 @given(
@@ -99,4 +102,24 @@ def test_a_constant_drift_is_not_held_back_by_rounding(momentum: float) -> None:
     other = OuterOptimizer(base.clone())
     other.load_momentum(outer.momentum)
     assert other.momentum is not None
-    assert other.dtype is other.momentum.dtype is outer.momentum.dtype
+    assert other.momentum.dtype is other.dtype_at(0.5) is outer.momentum.dtype
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+def test_who_lacks_the_first_momentum_receives_it(momentum: float) -> None:
+    """It has made no step, so it learns the dtype from the rule."""
+    rule = OuterStep("slowmo", 1.0, momentum)
+
+    def run(group: ThreadGroup, parameter: nn.Parameter) -> torch.Tensor:
+        group_of = ParameterGroup([parameter], torch.float32, is_overlapped=False)
+        if group.rank == 0:
+            group_of._outer.step(0, torch.arange(1.0, 9.0), rule)
+        lacks = group.rank == 1
+        _, found = group_of.receive(group, 0, rule, lacks=lacks)
+        assert found is not None
+        return found
+
+    made = [nn.Parameter(torch.zeros(8)) for _ in range(2)]
+    first, second = on_ranks(2, run, made)
+    assert first.dtype is second.dtype
+    assert first.tolist() == second.tolist() == list(range(1, 9))

@@ -41,7 +41,7 @@ class Averager:
         optimizers: returns the optimizers that step the parameters locally.
         group: process group of all ranks.
         codec: encoding of messages; see :func:`open_coded_exchange`.
-        has_momentum: True if the outer optimizer will have a momentum.
+        momentum: momentum of the outer optimizer; None if it has none.
     """
 
     is_overlapped = False
@@ -54,10 +54,10 @@ class Averager:
         group: Group,
         *,
         codec: str = "fp32",
-        has_momentum: bool = True,
+        momentum: float | None = 0.5,
     ) -> None:
         self._codec = codec
-        self._has_momentum = has_momentum
+        self._momentum = momentum
         self._has_given_up = False
         self._parameters = list(parameters)
         self._optimizers = optimizers
@@ -69,7 +69,7 @@ class Averager:
     @property
     def extra_bytes(self) -> int:
         """Host memory (bytes) in addition to the model, including outer momentum."""
-        return sum(each.host_bytes(self._has_momentum) for each in self._groups)
+        return sum(each.host_bytes(self._momentum) for each in self._groups)
 
     @property
     def is_finite(self) -> bool:

@@ -57,21 +57,29 @@ class OuterOptimizer:
         base: flat common parameters, updated in place by the steps.
 
     Attributes:
-        dtype: dtype of the momentum: bfloat16 for a float32 base, unless the first step
-            has more than `MOST_ROUNDED`; else the base's.
         momentum: flat momentum; None before the first step that uses one.
     """
 
     def __init__(self, base: torch.Tensor) -> None:
         self._base = base
-        self.dtype = torch.bfloat16 if base.dtype is torch.float32 else base.dtype
         self.momentum: torch.Tensor | None = None
+
+    def dtype_at(self, momentum: float) -> torch.dtype:
+        """Dtype of the momentum, the same on all ranks; a loaded one keeps its own.
+
+        Args:
+            momentum: momentum of the step that makes it: a float32 base has bfloat16 up
+                to `MOST_ROUNDED`.
+        """
+        if self.momentum is not None:
+            return self.momentum.dtype
+        is_rounded = self._base.dtype is torch.float32 and momentum <= MOST_ROUNDED
+        return torch.bfloat16 if is_rounded else self._base.dtype
 
     def load_momentum(self, momentum: torch.Tensor | None) -> None:
         """Loads a copy of a saved momentum; None resets it."""
         self.momentum = None
         if momentum is not None:
-            self.dtype = momentum.dtype
             self.momentum = momentum.to(self._base.device, copy=True)
 
     def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
@@ -88,9 +96,8 @@ class OuterOptimizer:
             mean_drift.mul_(rule.part)
         if rule.kind != "average":
             if self.momentum is None:
-                if rule.momentum > MOST_ROUNDED:
-                    self.dtype = self._base.dtype
-                self.momentum = torch.zeros_like(self._base, dtype=self.dtype)
+                dtype = self.dtype_at(rule.momentum)
+                self.momentum = torch.zeros_like(self._base, dtype=dtype)
             kept = self.momentum[start:stop]
             momentum = kept.to(mean_drift.dtype)
             torch.add(mean_drift, momentum, alpha=rule.momentum, out=momentum)

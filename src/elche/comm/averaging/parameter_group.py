@@ -140,7 +140,8 @@ class ParameterGroup(ParameterMemory):
             return base, None
         momentum = None if lacks else self._outer.momentum
         if momentum is None:
-            momentum = torch.empty_like(base, dtype=self._outer.dtype)
+            dtype = self._outer.dtype_at(rule.momentum)
+            momentum = torch.empty_like(base, dtype=dtype)
         group.broadcast(momentum.view(torch.uint8), WHAT, source)
         return base, momentum
 

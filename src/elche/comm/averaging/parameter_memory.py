@@ -55,7 +55,7 @@ class ParameterMemory:
         self._is_begun = False
         self._lay_out()
 
-    def host_bytes(self, with_momentum: bool) -> int:
+    def host_bytes(self, momentum: float | None) -> int:
         """Host memory (bytes): θ_k, messages, momentum, kept drift, scratch, codec."""
         copies = 1 + self.exchange.sides + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
@@ -64,7 +64,9 @@ class ParameterMemory:
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._carried is None else self._carried.numel()
         held = numel * self._base_memory.element_size() + self.exchange.extra_bytes
-        return held + with_momentum * self._layout.numel * self._outer.dtype.itemsize
+        if momentum is None:
+            return held
+        return held + self._layout.numel * self._outer.dtype_at(momentum).itemsize
 
     @property
     def exchange(self) -> Exchange:

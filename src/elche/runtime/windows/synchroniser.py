@@ -160,13 +160,14 @@ class Synchroniser:
             return sync
         warn_of_codec(group, config.codec)
         form = OverlappedAverager if config.policy == "async" else ParameterAverager
+        outer = config.windows.outer
         averager = form(
             parameters,
             self._model,
             self._steps.optimizers,
             group,
             codec=config.codec,
-            has_momentum=config.windows.outer.optimizer != "average",
+            momentum=None if outer.optimizer == "average" else outer.momentum,
         )
         averager.build()
         own_factor = None

@@ -155,11 +155,7 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
     config = _launch_config((script, *arguments), options)
-    result = launch_with_restarts(
-        config,
-        RestartConfig(**options),
-        _say,
-    )
+    result = launch_with_restarts(config, RestartConfig(**options), _say)
     if failure := _failure_line(result, config.world_size):
         _say(failure)
     sys.exit(result.exit_code)
@@ -204,7 +200,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
         story_path=story,
         trace_path=trace,
         display=None if is_quiet else _display(),
-        viewers=() if is_quiet or sys.stderr.isatty() else (ProgressLines(_say),),
+        on_view=None if is_quiet or sys.stderr.isatty() else ProgressLines(_say).draw,
         events=events,
         appends_events=options["resume"],
         rejoin=options.pop("rejoin"),

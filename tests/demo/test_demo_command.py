@@ -117,7 +117,7 @@ def test_a_disturbed_run_gets_no_verdict(planted: dict[str, float]) -> None:
     rows = {row.name: row for row in outcome.table}
     auto, sync = rows["elche-auto"], rows["elche-sync"]
     assert outcome.disturbed == {"elche-auto"}
-    assert outcome.headline == outcome.warning
+    assert outcome.headline.startswith("DISTURBED by a busy machine, twice:\n")
     assert re.match(r"DISTURBED .* twice: elche-auto \(\d+%\)", outcome.warning)
     assert auto.note == "DISTURBED, both devices"
     assert (auto.gain, auto.efficiency, auto.time_to_loss_s) == (None, None, None)

@@ -146,11 +146,11 @@ def test_a_sum_that_a_rank_has_not_read_is_not_overwritten() -> None:
         end.begin(1)
     late = ends[3]
     found = torch.zeros(NUMEL)
-    late.sum_into(0, NUMEL // 2, found[: NUMEL // 2])
+    late.sum_into(NUMEL // 2, NUMEL, found[NUMEL // 2 :])
     late.contribution(1).fill_(2.0)
     late._written[3] = 2  # ahead of its own reading
     assert ends[0].finish("a test").eq(8.0).all()
-    late.sum_into(NUMEL // 2, NUMEL, found[NUMEL // 2 :])
+    late.sum_into(0, NUMEL // 2, found[: NUMEL // 2])  # with the part of rank 0
     assert found.eq(4.0).all()
 
 

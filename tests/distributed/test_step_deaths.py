@@ -19,7 +19,7 @@ from elche.coordination.sync.left_out import ExcludedRanks, _Exclusion
 from elche.coordination.sync.step_reports import RATE_MOVES
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.distributed.cases.counting import rows_of
-from tests.distributed.cases.deaths import Death
+from tests.distributed.cases.deaths import PART_PLACES, Death
 from tests.distributed.cases.step_deaths import (
     BATCH,
     Loop,
@@ -117,6 +117,7 @@ def test_a_death_is_outlived(place: str, early: bool, tmp_path: Path) -> None:
     "more",
     [
         {"clip": 0.1},
+        {"clip": 0.1, "parts": True},
         pytest.param({"clip": 0.1, "options": GLOO}, marks=pytest.mark.slow),
         pytest.param({"early": True}, marks=pytest.mark.slow),
         pytest.param({"early": True, "options": GLOO}, marks=pytest.mark.slow),
@@ -129,6 +130,21 @@ def test_who_lacks_sums_that_another_has_takes_them(
     """Also where their holder has changed them in place meanwhile."""
     dead = Death(2, "step", 4)
     assert outlive(tmp_path, dead, ranks=4, late=1, late_at=4, **more) == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "at"),
+    [
+        ("before its counter", 40),
+        *(
+            pytest.param(place, at, marks=pytest.mark.slow)
+            for place in PART_PLACES
+            for at in (20, 41)
+        ),
+    ],
+)
+def test_a_death_beside_a_part_of_a_sum(place: str, at: int, tmp_path: Path) -> None:
+    assert outlive(tmp_path, Death(2, place, at), ranks=4, parts=True) <= 1
 
 
 def test_a_pause_has_begun_when_a_rank_dies_in_it(tmp_path: Path) -> None:

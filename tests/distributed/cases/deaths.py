@@ -25,6 +25,7 @@ from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.transport import host_exchange
+from elche.comm.transport.exchange import MemoryExchange, SharedExchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.coordination.protocol.events import (
     BarrierReached,
@@ -117,6 +118,15 @@ HOST_PLACES: dict[str, Place] = {
     "taken": (after, HostExchange, "release"),
 }
 """Of a bucket that is summed inside hosts first; the middle three only on leaders."""
+PART_PLACES: dict[str, Place] = {
+    "before its contribution": (before, SharedExchange, "begin"),
+    "after its contribution": (after, SharedExchange, "begin"),
+    "before a part": (before, SharedExchange, "_sum_part"),
+    "before its counter": (after, MemoryExchange, "_add"),
+    "after a part": (after, SharedExchange, "_sum_part"),
+    "after a sum": (after, SharedExchange, "release"),
+}
+"""Of a sum in shared memory of which each rank sums a part."""
 BUILDING: dict[str, Place] = {
     "before building": (before, Synchroniser, "build"),
     "inside building": (before, KnownBuffers, "agree"),
@@ -126,6 +136,7 @@ BUILDING: dict[str, Place] = {
 """Where ranks go over to steps or windows, in order."""
 PLACES: dict[str, Place] = {
     **HOST_PLACES,
+    **PART_PLACES,
     **BUILDING,
     "keys": (before, SampleOrder, "share"),
     "after keys": (after, SampleOrder, "share"),

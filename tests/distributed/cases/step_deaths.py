@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import elche
 from elche.comm.gradients.buckets import bucket
 from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.transport import exchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.coordination.protocol.instructions import (
     EndEpoch,
@@ -65,6 +66,7 @@ class Loop:
         slow: the rank that takes them; -1: all.
         saves_at: a checkpoint is asked for in this step of the first epoch.
         together: the rank that reads that a pause has begun only with a death in it.
+        parts: ranks sum parts of every message, small ones too.
     """
 
     folder: str
@@ -87,6 +89,7 @@ class Loop:
     slow: int = -1
     saves_at: int = -1
     together: int = -1
+    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,8 @@ def train(loop: Loop) -> Trained:
     """Trains, dies where planned, and says what it has at the end."""
     rank = int(os.environ["RANK"])
     bucket.SMALL_ELEMENTS = 0  # so that gradients of a small model are dropped too
+    if loop.parts:
+        exchange.LEAST_BYTES = 0
     model: Any
     model, optimizers = make(loop)
     visits: Visits = {}

@@ -245,11 +245,7 @@ class CodedHops:
         return self._begun("send", to, message, hop)
 
     def _begun(self, call: str, peer: int, message: CodedMessage, hop: int) -> Transfer:
-        """Begins to send or to receive a message.
-
-        Raises:
-            CommunicationError: the connection has failed.
-        """
+        """Begins to send or to receive a message."""
         group, ranks = self._group, self._group.ranks
         if call == "recv":
             message.clear()

@@ -372,11 +372,7 @@ class ControlChannel:
             self.is_unreachable = True
 
     def _restore_connection(self, error: OSError | None) -> None:
-        """Reconnects to a restarted coordinator and resumes the stream.
-
-        Raises:
-            CommunicationError: no coordinator answers in time, or it rejects this rank.
-        """
+        """Reconnects to a restarted coordinator and resumes the stream."""
         assert self._reconnect is not None
         deadline_s = time.monotonic() + RESUME_S
         refusals = 0

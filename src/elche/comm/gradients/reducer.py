@@ -254,11 +254,7 @@ class GradientReducer(BucketPass):
         self._weigh_alive(alive)
 
     def _weigh_alive(self, alive: Callable[[StepPart], StepPart]) -> None:
-        """Reweights the current step and the open pass's step for the survivors.
-
-        Raises:
-            CommunicationError: see `_refuse_accumulated`.
-        """
+        """Reweights the current step and the open pass's step for the survivors."""
         late = None if self.weights.part is self._current else self.part_under_way
         if self._current is not None:
             self._current = alive(self._current)
@@ -270,11 +266,7 @@ class GradientReducer(BucketPass):
         self.weights.weigh(part, ranks)
 
     def _refuse_accumulated(self) -> None:
-        """Refuses to repeat a reduction if gradients were added to an earlier sum.
-
-        Raises:
-            CommunicationError: a gradient is accumulated into the last sum.
-        """
+        """Refuses to repeat a reduction if gradients were added to an earlier sum."""
         if any(map(self._reduced.is_given, self.parameters)):
             raise CommunicationError(
                 "a rank died inside a backward pass that accumulates gradients of "

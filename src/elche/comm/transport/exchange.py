@@ -4,25 +4,33 @@ All ranks make an exchange together. A rank fills its :meth:`Exchange.contributi
 calls :meth:`Exchange.begin`, and gets the sum from :meth:`Exchange.finish`. Or it polls
 with :meth:`Exchange.poll` and reads the sum in cache-sized parts
 (:meth:`Exchange.wait`, then :meth:`Exchange.sum_into`). In shared memory, contribution
-and sum are separate, and ranks sum in rank order, so all get the same bits.
+and sum are separate, and values are added in rank order, so all get the same bits.
 Shared memory costs less than gloo's sockets (`docs/decisions.md`, "Shared memory").
 """
 
 from __future__ import annotations
 
 import mmap
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from typing_extensions import override
 
-from elche.comm.transport.process_group import Group
+from elche.comm.transport.process_group import SLEEP_S, Group
 from elche.comm.transport.shared_memory import aligned, map_together
 from elche.errors import ProtocolError
 
 COUNTER_BYTES = 8
+LEAST_RANKS = 4
+LEAST_BYTES = 1 << 22
+"""Fewest ranks and bytes of a message that is summed in parts.
+
+A smaller one costs less than waiting for parts does (`benchmarks.links.shared_sums`).
+"""
 
 
 class Exchange(ABC):
@@ -171,13 +179,14 @@ class GlooExchange(Exchange):
 
 
 class MemoryExchange(Exchange):
-    """Exchange in one host's shared memory: a slot per side and rank, two counters.
+    """Exchange in one host's shared memory: a slot per side and rank, and sums.
 
     A rank writes its slot, then raises its first counter to the message's number. It
     raises the second when it has read the sum. x86 keeps this order for other cores. A
     slot is overwritten ``sides`` messages later; by then every rank must have read it.
     With two sides this follows from the order of calls; with one, the caller waits
-    (:meth:`reclaim`) or ensures it otherwise. :meth:`begin` checks it.
+    (:meth:`reclaim`) or ensures it otherwise. :meth:`begin` checks it. A third counter
+    has the number of the last message in the sums, or in a rank's part of the sum.
 
     Args:
         group: group of the ranks that wait for each other.
@@ -185,7 +194,7 @@ class MemoryExchange(Exchange):
         members: places in the group of the ranks that share the memory.
         layout: number of elements and dtype of a message.
         sides: number of independent slots per rank.
-        more: number of message-sized places after the slots.
+        sums: number of message-sized sums after the slots.
     """
 
     keeps_contribution = True
@@ -197,43 +206,47 @@ class MemoryExchange(Exchange):
         members: Sequence[int],
         layout: tuple[int, torch.dtype],
         sides: int,
-        more: int = 0,
+        sums: int = 0,
     ) -> None:
         super().__init__(sides)
         self._group = group
         self._members = members
         self._place = members.index(group.rank)
         count, (numel, dtype) = len(members), layout
-        counters = memoryview(memory)[: COUNTER_BYTES * (2 * count + 1)].cast("q")
+        counters = memoryview(memory)[: COUNTER_BYTES * 3 * count].cast("q")
         self._written, self._read = counters[:count], counters[count : 2 * count]
         self._summed = counters[2 * count :]
         begin, step = aligned(counters.nbytes), aligned(numel * dtype.itemsize)
-        self._places = [
+        places = [
             torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + step * at)
-            for at in range(sides * count + more)
+            for at in range(sides * count + sums)
         ]
+        self._slots = [places[side * count :][:count] for side in range(sides)]
+        self._sums = places[sides * count :]
         self._results: dict[int, torch.Tensor] = {}
         self._side = self._number = 0
 
     @staticmethod
     def size_bytes(ranks: int, numel: int, dtype: torch.dtype, places: int) -> int:
         """Returns the memory of an exchange for a number of ranks and places."""
-        counters = aligned(COUNTER_BYTES * (2 * ranks + 1))
-        return counters + aligned(numel * dtype.itemsize) * places
+        return aligned(COUNTER_BYTES * 3 * ranks) + (
+            aligned(numel * dtype.itemsize) * places
+        )
 
-    def _slots(self, side: int) -> Sequence[torch.Tensor]:
-        """Returns the ranks' contributions of one side."""
-        count = len(self._members)
-        return self._places[side * count : (side + 1) * count]
+    @property
+    @override
+    def extra_bytes(self) -> int:
+        """This rank's share of the memory (bytes) of the sums."""
+        return sum(each.nbytes for each in self._sums) // len(self._members)
 
     @override
     def contribution(self, side: int) -> torch.Tensor:
-        return self._slots(side)[self._place]
+        return self._slots[side][self._place]
 
     @override
     def result(self, side: int) -> torch.Tensor:
         if side not in self._results:
-            self._results[side] = torch.zeros_like(self._places[0])
+            self._results[side] = torch.zeros_like(self._slots[0][0])
         return self._results[side]
 
     def begin(self, side: int) -> None:
@@ -278,6 +291,16 @@ class MemoryExchange(Exchange):
         pairs = zip(self._members, counters, strict=True)
         return [rank for rank, reached in pairs if reached < number]
 
+    def _add(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Writes the sum of these elements of the slots, in rank order, to ``out``."""
+        first, *others = self._slots[self._side]
+        if not others:
+            out.copy_(first[start:stop])
+            return
+        torch.add(first[start:stop], others[0][start:stop], out=out)
+        for slot in others[1:]:
+            out.add_(slot[start:stop])
+
     @torch.no_grad()
     def _collected(self) -> torch.Tensor:
         result = self.result(self._side)
@@ -289,24 +312,77 @@ class MemoryExchange(Exchange):
 
 @final
 class SharedExchange(MemoryExchange):
-    """Exchange in memory shared by all ranks; each rank computes the whole sum itself.
+    """Exchange in memory shared by all ranks; made by :func:`open_exchange`.
 
-    Made by :func:`open_exchange`.
+    Without a sum in the memory, each rank sums the slots itself. With one, each rank
+    sums its *part* there, and copies the others' parts::
+
+        slots of all ranks ──part 0, rank 0──┐
+                           ──part 1, rank 1──┼─▶ sum ──copy──▶ each rank
+                           ──part 2, rank 2──┘
+
+    A rank whose part is late may be busy, stopped or dead. Then the others sum that
+    part themselves, from the slots, which stay until all have read the sum. So the sum
+    is complete once all ranks have written, whatever happens to them afterwards.
+
+    All ranks have read the last sum before one of them overwrites a part of it.
     """
 
-    poll = MemoryExchange.is_written
+    _late_s = 0.0  # when other ranks' parts are late
+    _tried = 0  # last message of which this rank has summed its part
+
+    @cached_property
+    def _part(self) -> int:
+        """Elements of a part, in whole cache lines."""
+        slot, ranks = self._slots[0][0], len(self._members)
+        return aligned(-(-slot.numel() // ranks) * slot.itemsize) // slot.itemsize
+
+    @override
+    def poll(self) -> bool:
+        if not self.is_written():
+            return False
+        if not self._sums:
+            return True
+        if self._tried < self._number:
+            self._sum_part()
+        return min(self._summed) >= self._number or time.perf_counter() > self._late_s
+
+    @property
+    @override
+    def has_sum(self) -> bool:
+        return self.is_written()
 
     @override
     def wait(self, what: str) -> None:
         if not self.is_written():
             self._group.wait_until(self.is_written, what, self._missing)
+        while not self.poll():
+            time.sleep(SLEEP_S)
 
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        first, second, *others = self._slots(self._side)
-        torch.add(first[start:stop], second[start:stop], out=out)
-        for slot in others:
-            out.add_(slot[start:stop])
+        if not self._sums:
+            self._add(start, stop, out)
+            return
+        for at in range(start // self._part, -(-stop // self._part)):
+            low, high = max(start, at * self._part), min(stop, (at + 1) * self._part)
+            into = out[low - start : high - start]
+            if self._summed[at] >= self._number:
+                into.copy_(self._sums[0][low:high])
+            else:  # late
+                self._add(low, high, into)
+
+    @torch.no_grad()
+    def _sum_part(self) -> None:
+        """Sums this rank's part; then waits no longer than summing the rest takes."""
+        started_s, self._tried = time.perf_counter(), self._number
+        if min(self._read) >= self._number - 1:  # else its memory may be in use
+            start = self._place * self._part
+            into = self._sums[0][start : start + self._part]
+            self._add(start, start + into.numel(), into)
+            self._summed[self._place] = self._number
+        part_s = time.perf_counter() - started_s
+        self._late_s = started_s + part_s * len(self._members)
 
 
 def succeeded(work: Any) -> bool:
@@ -342,11 +418,14 @@ def open_exchange(
     if group.shares_host and numel and group.world_size > 1:
         shared = shared_sides or sides
         ranks = range(group.world_size)
-        places = shared * len(ranks)
+        is_large = numel * dtype.itemsize >= LEAST_BYTES
+        sums = int(is_large and len(ranks) >= LEAST_RANKS)
+        places = shared * len(ranks) + sums
         size_bytes = SharedExchange.size_bytes(len(ranks), numel, dtype, places)
         memory = map_together(group, size_bytes)
         if memory is not None:
-            return SharedExchange(group, memory, ranks, (numel, dtype), shared)
+            layout = numel, dtype
+            return SharedExchange(group, memory, ranks, layout, shared, sums)
     return GlooExchange(group, numel, dtype, device, sides)
 
 

@@ -255,11 +255,7 @@ class GlooLine:
         devices.finish(works)
 
     def _poll(self, ready: Callable[[], bool]) -> None:
-        """Polls a device, which cannot notify a thread.
-
-        Raises:
-            CommunicationError: the connections have been closed.
-        """
+        """Polls a device, which cannot notify a thread."""
         while not ready():
             with self._mailbox.lock:
                 if self._mailbox.is_closed:

@@ -144,16 +144,9 @@ class HostExchange(MemoryExchange):
         members = leaders.members
         super().__init__(group, memory, members, (numel, dtype), 1, sums)
         self._leaders = leaders
-        self._sums = self._places[len(members) :]
         self._taken = 0
         self._work: Any = None  # between hosts, on the leader
         self._has_failed = False
-
-    @property
-    @override
-    def extra_bytes(self) -> int:
-        """This rank's share of the memory (bytes) of the sums."""
-        return sum(each.nbytes for each in self._sums) // len(self._members)
 
     @property
     def last_sum(self) -> torch.Tensor:
@@ -169,13 +162,8 @@ class HostExchange(MemoryExchange):
     @torch.no_grad()
     def begin_between(self, leaders: Group) -> None:
         """Sums the host's contributions, and begins the sum between hosts."""
-        total, (first, *others) = self._total, self._slots(0)
-        if others:
-            torch.add(first, others[0], out=total)
-        else:
-            total.copy_(first)
-        for slot in others[1:]:
-            total.add_(slot)
+        total = self._total
+        self._add(0, total.numel(), total)
         self._work = leaders.all_reduce_async(total)
 
     def publish(self) -> bool:

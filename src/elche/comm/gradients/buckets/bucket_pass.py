@@ -240,11 +240,7 @@ class BucketPass(ABC):
         return self._hooks.keep_last(index)
 
     def _take(self, index: int, is_undefined: bool) -> None:
-        """Counts a gradient, and sends its bucket once none is pending.
-
-        Raises:
-            ConfigError: the gradient cannot be reduced.
-        """
+        """Counts a gradient, and sends its bucket once none is pending."""
         gradient = self.parameters[index].grad
         if gradient is not None or not is_undefined:
             refuse_gradient(gradient, self._names[index], self._dtypes[index])

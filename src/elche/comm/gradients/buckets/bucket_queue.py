@@ -142,7 +142,10 @@ class BucketQueue:
             self.sent += 1
             if first is not None and scale and self.sent < len(buckets):
                 bucket.drop_sent(self.side, lambda p: p is first or given(p))
-        while self.summed < self.sent and buckets[self.summed].exchange.has_sum:
+        while self.summed < self.sent:
+            exchange = buckets[self.summed].exchange
+            if not (exchange.has_sum and exchange.poll()):  # failures are raised later
+                break
             buckets[self.summed].finish(self.side)
             self.summed += 1
             self._replaced = []
@@ -165,6 +168,8 @@ class BucketQueue:
 
     def finish(self, side: int) -> None:
         """Waits for all sums of a pass."""
+        for bucket in self.buckets[self.summed :]:
+            bucket.exchange.poll()  # others may be waiting for this rank's parts
         for bucket in self.buckets[self.summed :]:
             bucket.finish(side)
 

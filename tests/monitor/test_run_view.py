@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from elche.coordination.accounts.metrics import WindowMetrics
-from elche.coordination.protocol.events import Join, Tick
+from elche.coordination.protocol.events import Join
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
     EndEpoch,
     MetricsReported,
 )
+from elche.monitor.event_records import EventRecorder, Record
 from elche.monitor.live_run import LiveRun
-from elche.monitor.run_view import RANKS_SHOWN, RECENT_S, RankLine, RunView, rank_table
+from elche.monitor.run_history import run_row
+from elche.monitor.run_view import RANKS_SHOWN, RankLine, RunView, rank_table
 
 Window = tuple[float, tuple[int, int]]
 
@@ -69,16 +71,27 @@ def window(
 
 def seen(*messages: object) -> RunView:
     view = RunView()
-    for message in (join(0), join(1), *messages):
-        view.see(message)  # type: ignore[arg-type]
+    for record in recorded(EventRecorder(), join(0), join(1), *messages):
+        view.see(record)
     return view
+
+
+def recorded(recorder: EventRecorder, *messages: object) -> list[Record]:
+    return [r for m in messages for r in recorder.see(m, 0.0)]  # type: ignore[arg-type]
+
+
+def rate(view: RunView) -> float:
+    return run_row(view.history.recent() or {})["samples_per_s"]
+
+
+def efficiency(view: RunView) -> float:
+    return run_row(view.history.recent() or {})["efficiency"]
 
 
 def test_rate_efficiency_and_the_time_left() -> None:
     view = seen(begin(), window(1.0, (80, 20), (0.8, 0.5)))
-    assert view.samples_per_s == 100.0
-    assert view.efficiency == pytest.approx(100.0 / (80 / 0.8 + 20 / 0.5))
-    assert view.left_s == 9.0
+    assert rate(view) == 100.0
+    assert efficiency(view) == pytest.approx(100.0 / (80 / 0.8 + 20 / 0.5))
     head, _, first, second = view.lines()
     assert "epoch 0 (sync)" in head
     assert "100 of 1,000 samples  100/s, 71% of what the devices deliver" in head
@@ -88,35 +101,34 @@ def test_rate_efficiency_and_the_time_left() -> None:
 
 
 def test_a_rank_that_was_left_out_counts_with_the_speed_it_had() -> None:
-    view = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)))
-    for _ in range(round(RECENT_S) + 1):
-        view.see(window(1.0, (80, 0), (1.0, 0.0)))
-    assert view.samples_per_s == 80.0
-    assert view.efficiency == pytest.approx(0.8)
+    alone = [window(1.0, (80, 0), (1.0, 0.0))] * 6
+    view = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)), *alone)
+    assert rate(view) == 80.0
+    assert efficiency(view) == pytest.approx(0.8)
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 20.0), st.tuples(*[st.integers(0, 99)] * 2))))
 def test_rates_are_of_the_last_seconds(windows: list[Window]) -> None:
-    view = seen(begin())
-    recent: list[Window] = []
+    view, recorder, recent = RunView(), EventRecorder(), list[Window]()
     for duration_s, samples in windows:
-        view.see(window(duration_s, samples, (duration_s, duration_s)))
+        message = window(duration_s, samples, (duration_s, duration_s))
+        view.see(*recorded(recorder, message))
         recent.append((duration_s, samples))
-        while sum(each[0] for each in recent[1:]) >= RECENT_S:
+        while sum(each[0] for each in recent[1:]) >= 5.0:
             del recent[0]
     taken_s = sum(each[0] for each in recent)
     expected = sum(sum(each[1]) for each in recent) / taken_s if recent else 0.0
-    assert view.samples_per_s == pytest.approx(expected)
+    assert not windows or rate(view) == pytest.approx(expected)
 
 
 def test_epochs_and_policies_follow_each_other() -> None:
-    view = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)))
+    messages = begin(), window(1.0, (80, 20), (1.0, 1.0)), end()
+    view = seen(*messages)
     assert "epoch 0 (sync)" in view.lines()[0]
-    view.see(end())
-    assert not view.is_training
+    assert not view.history.is_training
     assert "left" not in view.lines()[0]
-    view.see(begin(epoch=1))
-    view.see(begin(epoch=1))  # as told to the other rank
+    again = begin(epoch=1), begin(epoch=1)  # the second is the other rank's
+    view = seen(*messages, *again)
     assert "epoch 1 (sync)" in view.lines()[0]
     assert " 0 of 1,000 samples" in view.lines()[0]
 
@@ -133,11 +145,12 @@ def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, color_system=None)
     live = LiveRun(console)
-    live.see(join(0))
-    live.see(Tick())
+    joined, begun = recorded(EventRecorder(), join(0), begin())
+    live.see(joined)
+    live.draw()
     assert screen.getvalue() == ""
-    live.see(begin())
-    live.see(Tick())
+    live.see(begun)
+    live.draw()
     assert screen.getvalue().count("epoch 0 (sync)") == 1
     live.print_line("[bold] " + "long " * 40)
     drawn = screen.getvalue()

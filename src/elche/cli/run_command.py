@@ -139,7 +139,14 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     " opens), written when the run ends, however it ends.",
 )
 @click.option(
-    "--quiet", is_flag=True, help="Hide progress, which only a terminal shows."
+    "--events",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the run's event file (events.jsonl), written while it runs.",
+)
+@click.option(
+    "--quiet",
+    is_flag=True,
+    help="Hide progress: the view on a terminal, elsewhere a line every few minutes.",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -151,11 +158,15 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     result = launch_with_restarts(
         config,
         RestartConfig(**options),
-        lambda line: click.echo(f"elche run: {line}", err=True),
+        _say,
     )
     if failure := _failure_line(result, config.world_size):
-        click.echo(f"elche run: {failure}", err=True)
+        _say(failure)
     sys.exit(result.exit_code)
+
+
+def _say(line: str) -> None:
+    click.echo(f"elche run: {line}", err=True)
 
 
 def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
@@ -168,10 +179,11 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
     Raises:
         ConfigError: options contradict each other.
     """
+    from elche.monitor.live_run import ProgressLines
     from elche.runtime.process.launch_config import LaunchConfig, python_command
 
-    names = ("policy", "min_ranks", "story", "trace", "quiet", "speeds")
-    policy, least, story, trace, is_quiet, speeds = map(options.pop, names)
+    names = ("policy", "min_ranks", "story", "trace", "quiet", "speeds", "events")
+    policy, least, story, trace, is_quiet, speeds, events = map(options.pop, names)
     times = {name: options.pop(name) for name in ("ms_per_sample", "fixed_ms")}
     emulated = {name: each for name, each in times.items() if each is not None}
     if emulated and speeds is None:
@@ -192,6 +204,9 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
         story_path=story,
         trace_path=trace,
         display=None if is_quiet else _display(),
+        viewers=() if is_quiet or sys.stderr.isatty() else (ProgressLines(_say),),
+        events=events,
+        appends_events=options["resume"],
         rejoin=options.pop("rejoin"),
         **emulated,
     )

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
 from elche.devices import choice
@@ -54,6 +55,7 @@ def launch(
     *,
     args: Sequence[Any] = (),
     speeds: Sequence[float] | None = None,
+    events: str | Path | None = None,
 ) -> Result:
     """Runs ``main(*args)`` on every rank of a run, and returns what rank 0 returns.
 
@@ -76,6 +78,7 @@ def launch(
             None for every accelerator, or one rank on the CPU.
         args: arguments of ``main``.
         speeds: relative speeds of emulated CPU devices, in place of ``devices``.
+        events: folder for the run's event file, written while it runs.
 
     Raises:
         ConfigError: an argument is wrong, ``main`` cannot be sent to another process,
@@ -99,6 +102,7 @@ def launch(
         place = {"num_ranks": devices}
     else:
         place = {"devices": tuple(devices)}
+    place["events"] = None if events is None else Path(events)
     result: Result = ranks.run(LaunchConfig(command=(), start=ranks.start, **place))
     return result
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import final
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from elche.coordination.protocol.events import Event, Tick
-from elche.coordination.protocol.instructions import Instruction
+from elche.monitor.event_records import Record
 from elche.monitor.run_view import RunView
 
 
@@ -35,11 +36,13 @@ class LiveRun:
             redirect_stderr=False,
         )
 
-    def see(self, message: Event | Instruction) -> None:
-        """Updates the view by a message between a rank and the coordinator."""
-        self._view.see(message)
-        is_begun = self._live.is_started or self._view.is_training
-        if isinstance(message, Tick) and is_begun:
+    def see(self, record: Record) -> None:
+        """Adds a record of the run."""
+        self._view.see(record)
+
+    def draw(self) -> None:
+        """Redraws the view, from the first epoch on."""
+        if self._view.history.epochs:
             self._live.start()
             text = "\n".join(self._view.lines())
             shown = Text(text, no_wrap=True, overflow="ellipsis")
@@ -54,6 +57,32 @@ class LiveRun:
     def close(self) -> None:
         """Removes the view."""
         self._live.stop()
+
+
+@final
+class ProgressLines:
+    """Prints a line about the run every few minutes, for a log.
+
+    Args:
+        say: prints a line.
+        every_s: least seconds between two lines.
+    """
+
+    def __init__(self, say: Callable[[str], None], every_s: float = 180.0) -> None:
+        self._say, self._every_s = say, every_s
+        self._view = RunView()
+        self._said_s = time.monotonic()
+
+    def see(self, record: Record) -> None:
+        """Adds a record of the run."""
+        self._view.see(record)
+
+    def draw(self) -> None:
+        """Prints the line, if it is due and an epoch has begun."""
+        now_s = time.monotonic()
+        if self._view.history.windows and now_s - self._said_s >= self._every_s:
+            self._said_s = now_s
+            self._say(self._view.head())
 
 
 def open_display() -> LiveRun | None:

@@ -1,27 +1,15 @@
-"""State of a run: samples, rate, efficiency, time left, a line per rank. Pure.
-
-Derived from messages between ranks and coordinator, in the launcher's process.
-"""
+"""State of a run as text: samples, rate, time left, a line per rank. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
 
-from elche.coordination.accounts.metrics import Metrics, WindowMetrics
-from elche.coordination.protocol.events import Event, Join
-from elche.coordination.protocol.instructions import (
-    BeginEpoch,
-    EndEpoch,
-    Instruction,
-    MetricsReported,
-)
+from elche.monitor.event_records import Record
+from elche.monitor.run_history import RunHistory, rank_row, run_row
 
-RECENT_S = 5.0
+VIEWED_WINDOWS = 400
 BAR_CELLS = 24
 RANKS_SHOWN = 16
 
@@ -88,116 +76,66 @@ def waiting_parts(
 
 
 class RunView:
-    """Tracks a run by its messages.
+    """Shows a run by its records.
 
-    Rates cover the last seconds, or the last window if that is longer. A rank's own
-    speed is its latest throughput outside of synchronisations; efficiency is the run's
-    rate over the sum of these speeds.
+    Rates cover the last seconds, or the last window if that is longer. Efficiency is
+    the run's rate over the sum of the devices' own speeds.
+
+    Args:
+        history: history to show; None for one of its own, fed by `see`.
     """
 
-    def __init__(self) -> None:
-        self._devices: dict[int, str] = {}
-        self._speeds: dict[int, float] = {}
-        self._recent: deque[WindowMetrics] = deque()
-        self._epoch, self._policy = -1, ""
-        self._samples = self._total = 0
-        self.is_training = False
+    def __init__(self, history: RunHistory | None = None) -> None:
+        self.history = history or RunHistory(most_windows=VIEWED_WINDOWS)
 
-    def see(self, message: Event | Instruction) -> None:
-        """Updates the view by a message; call in the order of sending and receiving."""
-        if isinstance(message, Join):
-            self._devices[message.rank] = message.device
-        elif isinstance(message, BeginEpoch):
-            if message.epoch != self._epoch or not self.is_training:
-                self._samples = 0
-                self._total = sum(size * count for size, count in message.sizes)
-            self._epoch, self._policy = message.epoch, message.policy
-            self.is_training = True
-        elif isinstance(message, EndEpoch):
-            self.is_training = False
-        elif isinstance(message, MetricsReported) and message.window >= 0:
-            self._take(WindowMetrics.from_json(message.values))
+    def see(self, record: Record) -> None:
+        """Adds a record to the history."""
+        self.history.take(record)
 
-    @property
-    def samples_per_s(self) -> float:
-        """Recent throughput of the run; 0 if unknown."""
-        return self._lately().samples_per_s
-
-    @property
-    def efficiency(self) -> float:
-        """The run's rate over the sum of the ranks' own speeds; 0 if unknown."""
-        most = math.fsum(self._speeds.values())
-        return self.samples_per_s / most if most > 0 else 0.0
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the end of the epoch; None if unknown."""
-        rate = self.samples_per_s
-        left = max(0, self._total - self._samples)
-        return left / rate if rate > 0 else None
+    def head(self, bar: bool = False) -> str:
+        """One line: epoch, a bar if asked for, samples, rate, time left."""
+        history = self.history
+        if not history.epochs:
+            return "no epoch has begun"
+        epoch, done = history.epochs[-1], history.epoch_samples
+        text = f"epoch {epoch['epoch']} ({epoch['policy']})  "
+        if bar:
+            part = min(1.0, done / epoch["samples"]) if epoch["samples"] else 0.0
+            full = round(part * BAR_CELLS)
+            text += "━" * full + "╌" * (BAR_CELLS - full) + "  "
+        text += f"{done:,} of {epoch['samples']:,} samples"
+        recent = history.recent()
+        row = run_row(recent) if recent else {"samples_per_s": 0.0}
+        rate = row["samples_per_s"]
+        if rate > 0:
+            text += (
+                f"  {rate:,.0f}/s, {row['efficiency']:.0%} of what the devices deliver"
+            )
+        left = max(0, epoch["samples"] - done)
+        if rate > 0 and history.is_training:
+            text += f", {_clock(left / rate)} left"
+            epochs = (epoch.get("epochs") or 0) - epoch["epoch"] - 1
+            if epochs > 0:
+                run_s = (left + epochs * epoch["samples"]) / rate
+                text += f" in the epoch, {_clock(run_s)} in the run"
+        return text
 
     def lines(self) -> list[str]:
         """Lines to display: one for the run, and the table of its ranks."""
-        done = min(1.0, self._samples / self._total) if self._total else 0.0
-        full = round(done * BAR_CELLS)
-        bar = "━" * full + "╌" * (BAR_CELLS - full)
-        head = (
-            f"epoch {self._epoch} ({self._policy})  {bar}"
-            f"  {self._samples:,} of {self._total:,} samples"
-        )
-        left_s = self.left_s
-        if left_s is not None:
-            head += (
-                f"  {self.samples_per_s:,.0f}/s, {self.efficiency:.0%} of what the "
-                "devices deliver"
+        recent = self.history.recent()
+        ranks = []
+        for rank, facts in sorted(self.history.ranks.items()):
+            row = rank_row(recent, rank) if recent else {}
+            ranks.append(
+                RankLine(
+                    rank=rank,
+                    device=facts["device"],
+                    samples_per_s=row.get("samples_per_s") or None,
+                    share=row.get("share"),
+                    waiting=row.get("sync_wait"),
+                )
             )
-        if left_s is not None and self.is_training:
-            head += f", {_clock(left_s)} left"
-        return [head, *rank_table(self._rank_lines())]
-
-    def _take(self, window: WindowMetrics) -> None:
-        self._samples += window.samples
-        self._recent.append(window)
-        recent_s = math.fsum(each.duration_s for each in self._recent)
-        while recent_s - self._recent[0].duration_s >= RECENT_S:
-            recent_s -= self._recent.popleft().duration_s
-        for rank, speed in enumerate(self._lately().rank_samples_per_s):
-            if speed > 0:
-                self._speeds[rank] = speed
-
-    def _lately(self) -> Metrics:
-        """Metrics of the recent windows combined."""
-
-        def summed(name: str) -> tuple[Any, ...]:
-            by_window = (getattr(window, name) for window in self._recent)
-            return tuple(map(sum, zip_longest(*by_window, fillvalue=0)))
-
-        return Metrics(
-            epoch=self._epoch,
-            synchronisations=len(self._recent),
-            duration_s=math.fsum(window.duration_s for window in self._recent),
-            rank_samples=summed("rank_samples"),
-            discarded_samples=summed("discarded_samples"),
-            busy_s=summed("busy_s"),
-            data_wait_s=summed("data_wait_s"),
-            transfer_s=summed("transfer_s"),
-            sync_wait_s=summed("sync_wait_s"),
-        )
-
-    def _rank_lines(self) -> list[RankLine]:
-        lately = self._lately()
-        shares = lately.shares
-        waiting = waiting_parts(lately.busy_s, lately.sync_wait_s)
-        return [
-            RankLine(
-                rank=rank,
-                device=device,
-                samples_per_s=self._speeds.get(rank),
-                share=shares[rank] if rank < len(shares) else None,
-                waiting=waiting[rank] if rank < len(waiting) else None,
-            )
-            for rank, device in sorted(self._devices.items())
-        ]
+        return [self.head(bar=True), *rank_table(ranks)]
 
 
 def _clock(seconds: float) -> str:

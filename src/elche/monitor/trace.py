@@ -1,7 +1,7 @@
 """Timelines of ranks as Chrome traces, which Perfetto and chrome://tracing open.
 
 Pure: spans in, JSON-able values out. The format is the Trace Event Format, of
-which only complete events ("X") and metadata events ("M") are written.
+which only complete events ("X"), instants ("i") and metadata ("M") are written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ BATCH = "batch"
 DATA_WAIT = "data wait"
 SYNC = "sync"
 SYNC_WAIT = "sync wait"
+EVENT = "event"
+"""Category of a mark: an instant of the whole run, whose duration is ignored."""
 
 _ROWS = ("training", "synchronisations")
 
@@ -70,6 +72,13 @@ def to_chrome_trace(
     for span in ordered:
         row = span.rank, int(span.category in (SYNC, SYNC_WAIT))
         start_s = span.start_s - origin_s
+        common = {"name": span.name, "cat": span.category, "pid": span.rank}
+        common |= {"tid": row[1], "args": dict(span.args)}
+        if span.category == EVENT:
+            events.append(
+                {"ph": "i", "s": "g", "ts": round(start_s * 1e6), "dur": 0, **common}
+            )
+            continue
         begin_us, end_us = (
             round(start_s * 1e6),
             round((start_s + span.duration_s) * 1e6),
@@ -81,13 +90,9 @@ def to_chrome_trace(
         events.append(
             {
                 "ph": "X",
-                "name": span.name,
-                "cat": span.category,
-                "pid": span.rank,
-                "tid": row[1],
                 "ts": begin_us,
                 "dur": ends_us[row] - begin_us,
-                "args": dict(span.args),
+                **common,
             }
         )
     labels = [("process_name", rank, 0, names[rank]) for rank in sorted(names)]

@@ -21,7 +21,8 @@ from elche.coordination.accounts.metrics import (
 from elche.coordination.policy import EpochTotals
 from elche.coordination.protocol.instructions import EndEpoch, MetricsReported
 from elche.errors import ProtocolError
-from elche.monitor.run_view import RunView
+from elche.monitor.event_records import EventRecorder
+from elche.monitor.run_history import run_row
 
 FLOATS = st.floats(
     allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30
@@ -48,9 +49,11 @@ def test_efficiency_is_the_rate_over_what_all_ranks_deliver(
     for rank in (0, 1):
         work = {"samples": samples[rank], "discarded_samples": discarded[rank]}
         book.add(0, RankReport(rank=rank, busy_s=busy_s[rank], **work))
-    window, view = book.close_window(0, 11.0), RunView()
-    view.see(MetricsReported(rank=0, epoch=3, window=0, values=window.to_json()))
-    found = window.efficiency, book.end_epoch(11.0).efficiency, view.efficiency
+    window = book.close_window(0, 11.0)
+    report = MetricsReported(rank=0, epoch=3, window=0, values=window.to_json())
+    (record,) = EventRecorder().see(report, 11.0)
+    recorded = run_row(record)["efficiency"]
+    found = window.efficiency, book.end_epoch(11.0).efficiency, recorded
     assert found == pytest.approx((efficiency,) * 3)
 
 

@@ -27,7 +27,6 @@ from elche.runtime.coordinator_process.link import (
     Copy,
     Fence,
     Journal,
-    Seen,
     Status,
     Stop,
     Stopped,
@@ -61,8 +60,8 @@ class KeptCoordinator:
         on_lost: called with a lost rank that the run survives, before the others are
             notified: its process must be ended.
         on_end: called with the kind of `Abort` that ends the run.
-        on_message: called with each event and instruction, in their order; to be set
-            before the start.
+        on_message: called with each message that records are made of, once, in the
+            journal's order; to be set before the start.
     """
 
     def __init__(
@@ -237,14 +236,14 @@ class KeptCoordinator:
             self._journal.append(message.data)
             self._barren = 0 if message.is_of_ranks else self._barren
             self._commands.acknowledge(message.commands)
+            if self.on_message is not None:
+                for one in message.messages:
+                    self.on_message(one)
         elif isinstance(message, Copy):
             self._copy, self._barren = message.record, 0
             self._journal.clear()  # the copy replaces all pieces so far
         elif isinstance(message, Status):
             self._take_status(message)
-        elif isinstance(message, Seen):
-            if self.on_message is not None:
-                self.on_message(message.message)
         elif isinstance(message, logging.LogRecord):
             if (log := logging.getLogger(message.name)).isEnabledFor(message.levelno):
                 log.handle(message)

@@ -28,7 +28,7 @@ class Begin:
         world_size: ranks that the run begins with.
         key: the run's secret.
         survives: the launcher fences ranks.
-        shows: send every message, for a display.
+        shows: send the messages that the run's records are made of.
         copy: pickled copy of the record; None at the run's begin.
         journal: pieces of the journal since that copy.
     """
@@ -90,11 +90,14 @@ class Journal:
         data: the piece, pickled.
         commands: number of launcher inputs applied since the run began.
         is_of_ranks: True if an entry came from a rank.
+        messages: of these entries, and the instructions that followed, those that the
+            run's records are made of. A restarted coordinator does not repeat them.
     """
 
     data: bytes
     commands: int
     is_of_ranks: bool
+    messages: tuple[Event | Instruction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +115,6 @@ class Fence:
     """
 
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Coordinator to launcher, for the display: an event or an instruction."""
-
-    message: Event | Instruction
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,13 @@ from elche.comm.control.control_channel import heeds_key
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
     BatchesDone,
+    Event,
     ModelUpdated,
     StepsDone,
     WindowClosed,
 )
+from elche.coordination.protocol.instructions import Instruction
+from elche.monitor.event_records import is_recorded
 from elche.runtime.coordinator_process.link import (
     Begin,
     Command,
@@ -37,7 +40,6 @@ from elche.runtime.coordinator_process.link import (
     Fence,
     Journal,
     Link,
-    Seen,
     Status,
     Stop,
     Stopped,
@@ -71,6 +73,7 @@ class CoordinatorChild:
         self._status = Status()
         self._entries = len(begin.journal)  # a copy gets due even if each dies soon
         self._serves = False
+        self._messages: list[Event | Instruction] = []
         if begin.copy is None:
             record = RunRecord(begin.world_size, survives=begin.survives)
         else:
@@ -82,7 +85,7 @@ class CoordinatorChild:
         server.on_change = self._send_status
         server.on_lost = self._have_fenced
         if begin.shows:
-            server.on_message = lambda message: link.send(Seen(message))
+            server.on_message = self._see
         self._server = server
 
     async def serve(self, listener: socket.socket) -> None:
@@ -128,6 +131,11 @@ class CoordinatorChild:
                     self._pending.append(message)
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
+    def _see(self, message: Event | Instruction) -> None:
+        """Keeps a message for the next piece of the journal."""
+        if is_recorded(message):
+            self._messages.append(message)
+
     def _write(self, entries: list[Entry]) -> None:
         """Journals entries before the instructions that follow from them are sent."""
         record = self._server.record
@@ -135,7 +143,8 @@ class CoordinatorChild:
             self._send_status()
         is_of_ranks = any(entry.source not in (None, LAUNCHER) for entry in entries)
         piece = pickle.dumps(entries, pickle.HIGHEST_PROTOCOL)
-        self._link.send(Journal(piece, record.commands, is_of_ranks))
+        messages, self._messages = tuple(self._messages), []
+        self._link.send(Journal(piece, record.commands, is_of_ranks, messages))
         self._entries += len(entries)
         if self._entries >= COPY_ENTRIES:
             self._entries = 0

@@ -20,11 +20,13 @@ from typing import Any, final
 
 from elche.comm.control.key_file import KEY_BYTES
 from elche.comm.transport.torch_store import TorchStore
+from elche.monitor.trace import Span
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.process.launchers import LaunchFacts, rank_environment
 from elche.runtime.process.local_ranks import LocalRanks
 from elche.runtime.process.rank_processes import RankProcesses
+from elche.runtime.process.run_watch import RunWatch
 from elche.runtime.report.files import write_story
 from elche.runtime.report.timeline import TRACE, join_parts
 
@@ -39,6 +41,7 @@ class LaunchedRun:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
+        self._watch = RunWatch(config)
         self._loop = asyncio.get_running_loop()
         self._backend = backend = (config.backend or LocalRanks)(config)
         self._key = secrets.token_bytes(KEY_BYTES)
@@ -51,8 +54,8 @@ class LaunchedRun:
         # An emulated network needs no rendezvous of torch's.
         here = None if config.network else listener.getsockname()[0]
         self._store = None if here is None else TorchStore(here)
-        if config.display is not None:
-            server.on_message = config.display.see
+        if self._watch.is_needed:
+            server.on_message = self._watch.see
         self.processes = RankProcesses(server, backend.fence, backend.end_waiting)
         self.processes.on_dropped = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
@@ -104,6 +107,7 @@ class LaunchedRun:
         config, server = self._config, self._server
         await self.processes.close()
         server.on_message = None
+        self._watch.close(self.result())
         await self._backend.close()
         if self._store is not None:
             await self._store.close()
@@ -112,7 +116,8 @@ class LaunchedRun:
             write_story(config.story_path, story)
         if config.trace_path is not None and self._parts is not None:
             codes = self.processes.exit_codes()
-            _write_trace(config.trace_path, Path(self._parts), server, codes)
+            marks = self._watch.marks()
+            _write_trace(config.trace_path, Path(self._parts), server, codes, marks)
 
     def result(self) -> LaunchResult:
         """Result of the run, which has ended."""
@@ -170,12 +175,16 @@ async def _launch(
 
 
 def _write_trace(
-    path: Path, parts: Path, server: KeptCoordinator, codes: Sequence[int]
+    path: Path,
+    parts: Path,
+    server: KeptCoordinator,
+    codes: Sequence[int],
+    marks: Sequence[Span],
 ) -> None:
     names = {rank: f"rank {rank}" for rank in range(len(codes))}
     names |= {rank: f"rank {rank}: {name}" for rank, name in server.status.devices}
     facts: dict[str, Any] = {"exit codes": list(codes)}
     if any(codes):
         facts["ended by"] = server.aborted
-    join_parts(parts, path, names, facts)
+    join_parts(parts, path, names, facts, marks)
     shutil.rmtree(parts, ignore_errors=True)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from elche.coordination.protocol.events import Event
-from elche.coordination.protocol.instructions import Instruction
 from elche.errors import ConfigError
+from elche.monitor.event_records import Record
 from elche.runtime.process.rank_processes import RankProcess
 
 
@@ -63,11 +62,18 @@ class RankBackend(Protocol):
         """Reads the ranks' remaining output, and releases all resources."""
 
 
-class Display(Protocol):
-    """Shows a run, and prints its ranks' output so that no line is torn."""
+class RunViewer(Protocol):
+    """Shows a run by its records."""
 
-    def see(self, message: Event | Instruction) -> None:
-        """Shows a message between a rank and the coordinator."""
+    def see(self, record: Record, /) -> None:
+        """Adds a record."""
+
+    def draw(self) -> None:
+        """Shows the run; called twice a second."""
+
+
+class Display(RunViewer, Protocol):
+    """Shows a run, and prints its ranks' output so that no line is torn."""
 
     def print_line(self, line: str) -> None:
         """Prints a line of a rank."""
@@ -96,6 +102,9 @@ class LaunchConfig:
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
         display: shows the run, and the ranks' output, on this terminal.
+        viewers: further viewers of the run.
+        events: folder of the run's event file.
+        appends_events: the folder may hold the events of an earlier start.
         rejoin: most replacements of dead ranks, which join the run.
         backend: opens the back end; None: processes of this machine.
     """
@@ -113,6 +122,9 @@ class LaunchConfig:
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
     display: Display | None = None
+    viewers: tuple[RunViewer, ...] = ()
+    events: Path | None = None
+    appends_events: bool = False
     rejoin: int = 0
     backend: Callable[[LaunchConfig], RankBackend] | None = None
 

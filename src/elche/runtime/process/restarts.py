@@ -115,7 +115,12 @@ def launch_with_restarts(
     for number in range(restarts.max_restarts + 1):
         own, begun_s = restarts.environment(number > 0), time.monotonic()
         result = launch(
-            replace(config, environment={**config.environment, **own}), on_ready
+            replace(
+                config,
+                environment={**config.environment, **own},
+                appends_events=config.appends_events or number > 0,
+            ),
+            on_ready,
         )
         left = restarts.max_restarts - number
         if not result.exit_code or result.signal or not left:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
@@ -108,7 +108,11 @@ def write_part(timeline: Timeline) -> None:
 
 
 def join_parts(
-    folder: Path, path: Path, rank_names: Mapping[int, str], metadata: dict[str, Any]
+    folder: Path,
+    path: Path,
+    rank_names: Mapping[int, str],
+    metadata: dict[str, Any],
+    marks: Iterable[Span] = (),
 ) -> None:
     """Joins the ranks' spans into one trace; a failed write is logged.
 
@@ -117,8 +121,9 @@ def join_parts(
         path: path of the trace.
         rank_names: names of all ranks.
         metadata: facts about the run.
+        marks: events of the run.
     """
-    spans: list[Span] = []
+    spans = list(marks)
     silent = []
     for rank in rank_names:
         own: list[Span] = []

@@ -1,0 +1,101 @@
+"""The records of a run in its launcher: to its event file, its viewers, its trace."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections import deque
+from importlib import metadata
+from typing import final
+
+from elche.coordination.protocol.events import Event, Tick
+from elche.coordination.protocol.instructions import Instruction
+from elche.monitor.event_records import EventRecorder, Record, event_record
+from elche.monitor.trace import EVENT, Span
+from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
+from elche.runtime.report.event_file import EventFile
+
+
+@final
+class RunWatch:
+    """Makes records of one start of a run, and passes them on.
+
+    Args:
+        config: the launch.
+
+    Raises:
+        ConfigError: the folder for events cannot be used.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        display = () if config.display is None else (config.display,)
+        self._viewers = (*config.viewers, *display)
+        self._marks: deque[Record] = deque(maxlen=1000)
+        self._file: EventFile | None = None
+        self._recorder, attempt = EventRecorder(), 0
+        if config.events is not None:
+            self._file = EventFile(config.events, appends=config.appends_events)
+            history = self._file.history
+            samples = history.windows[-1]["samples"] if history.windows else 0
+            self._recorder = EventRecorder(samples, history.epoch_starts)
+            attempt = len(history.runs)
+        self.is_needed = bool(self._file or self._viewers or config.trace_path)
+        self._pass({"t": time.time(), **_run_record(config, attempt)})
+        if attempt:
+            text = f"start {attempt + 1} of the run"
+            self._pass({"t": time.time(), **event_record("restart", text)})
+
+    def see(self, message: Event | Instruction) -> None:
+        """Records a message; a `Tick` has viewers draw."""
+        for record in self._recorder.see(message, time.time()):
+            self._pass(record)
+        if isinstance(message, Tick):
+            for viewer in self._viewers:
+                viewer.draw()
+            if self._file is not None:
+                self._file.flush()
+
+    def _pass(self, record: Record) -> None:
+        if self._file is not None:
+            self._file.add(record)
+        if record["kind"] == "event":
+            self._marks.append(record)
+        for viewer in self._viewers:
+            viewer.see(record)
+
+    def marks(self) -> list[Span]:
+        """Events as marks of a timeline, whose clock is the monotonic one."""
+        offset_s = time.monotonic() - time.time()
+        return [
+            Span(
+                each["rank"] or 0, each["name"], EVENT, each["t"] + offset_s, 0.0, each
+            )
+            for each in self._marks
+        ]
+
+    def close(self, result: LaunchResult) -> None:
+        """Records the end of the run."""
+        codes, reason = list(result.exit_codes), result.reason
+        end = {"kind": "end", "exit_codes": codes, "reason": reason}
+        self._pass({"t": time.time(), **end})
+        if self._file is not None:
+            self._file.close()
+
+
+def _run_record(config: LaunchConfig, attempt: int) -> Record:
+    own = {n: v for n, v in config.environment.items() if n.startswith("ELCHE_")}
+    options = {"devices": config.devices, "speeds": config.speeds, **own}
+    return {
+        "kind": "run",
+        "command": list(config.command) or sys.argv,
+        "policy": config.environment.get("ELCHE_POLICY", ""),
+        "world_size": config.world_size,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "version": str(sys.modules["elche"].__version__),
+        "torch": metadata.version("torch"),
+        "settings": {name: value for name, value in options.items() if value},
+        "attempt": attempt,
+    }

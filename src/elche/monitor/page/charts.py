@@ -192,11 +192,12 @@ class RunCharts:
         plot = figure(sizing_mode="stretch_width", **size, **options)
         plot.toolbar.logo, plot.toolbar.autohide = None, True
         plot.xaxis.axis_label = None if is_over_time else "samples"
-        plot.xaxis.formatter = NumeralTickFormatter(format="0.[0]a")
+        shown: Any = NumeralTickFormatter(format="0.[0]a")
         if is_over_time:
-            plot.xaxis.formatter = TimedeltaTickFormatter()
+            shown = TimedeltaTickFormatter()
             for scale in ("milliseconds", "seconds", "minsec", "minutes", "hourmin"):
-                setattr(plot.xaxis.formatter[0], scale, "%H:%M:%S")
+                setattr(shown, scale, "%H:%M:%S")
+        plot.xaxis.formatter = shown
         return plot
 
     def _chart(self, heading: str, plot: figure, key: str) -> Column:

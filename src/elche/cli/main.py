@@ -11,6 +11,7 @@ import click
 from elche import __version__
 from elche.cli.files import json_option
 from elche.cli.plan_command import plan as plan_command
+from elche.cli.report_command import report as report_command
 from elche.cli.run_command import rank_options
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
@@ -171,6 +172,7 @@ def doctor(
 
 
 main.add_command(plan_command)
+main.add_command(report_command)
 main.add_command(run_command)
 main.add_command(schedule_command)
 

@@ -108,7 +108,7 @@ class RunCharts:
         """Draws what the run has added since the last call."""
         rows, history = self._rows, self._rows.history
         self._head.text = head_html(history, now_s)
-        self._ranks.text = ranks_html(history)
+        self._ranks.text = ranks_html(history, history.recent())
         self._list.text = events_html(history)
         ranks = min(RANKS_SHOWN, max((*history.ranks, -1)) + 1)
         names = history.scalar_names[:SCALARS_SHOWN]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
+from elche.monitor.event_records import Record
 from elche.monitor.page.rows import event_text, start_s
 from elche.monitor.run_history import RunHistory, rank_row, run_row
 
@@ -39,10 +40,9 @@ def head_html(history: RunHistory, now_s: float) -> str:
     )
 
 
-def ranks_html(history: RunHistory) -> str:
-    """Returns the table of ranks, by the last seconds of the run."""
-    parts = ("share", "compute", "data_wait", "transfer", "sync_wait")
-    window, rows = history.recent(), []
+def ranks_html(history: RunHistory, window: Record | None) -> str:
+    """Returns the table of ranks, with their figures in a window."""
+    parts, rows = ("share", "compute", "data_wait", "transfer", "sync_wait"), []
     for rank, record in sorted(history.ranks.items())[:RANKS_LISTED]:
         cells = [str(rank), record["device"]]
         if window is not None:

@@ -1,0 +1,127 @@
+"""A run in words, for its report. Pure."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Final
+
+from elche.monitor.event_records import RANK_FIELDS, Record, merged
+from elche.monitor.page.rows import event_text, start_s
+from elche.monitor.page.words import clock
+from elche.monitor.run_history import RunHistory, rank_row, run_row
+
+PARTS: Final = {
+    "compute": "computing",
+    "data_wait": "waiting for data",
+    "transfer": "transfer to devices",
+    "sync_wait": "waiting for other ranks and reducing",
+}
+"""Parts of a rank's time, with their names."""
+NAMED: Final = 6
+"""Most events or values of a kind that the text names."""
+
+
+def whole_run(history: RunHistory) -> Record:
+    """Merges all windows of a run, at least one, to a single one.
+
+    Its ``device_samples_per_s`` are means over each rank's time outside of
+    synchronisations; `rank_row` and `run_row` read it like a window.
+    """
+    whole = merged(history.windows)
+    sums = zip(*(whole[name] for name in RANK_FIELDS[:3]), strict=True)
+    whole["device_samples_per_s"] = [
+        (samples + discarded) / busy_s if busy_s > 0 else 0.0
+        for samples, discarded, busy_s in sums
+    ]
+    return whole
+
+
+def sentences(history: RunHistory) -> list[str]:
+    """Returns the run in words: what, how much, how fast, what was lost, its end."""
+    trained = ["It trained nothing: its event file has no window of an epoch."]
+    if history.windows:
+        whole = whole_run(history)
+        trained = [*_how_fast(history, whole), *_how_much(history, whole)]
+    return [_what(history), *trained, *_changes(history), _end(history)]
+
+
+def _what(history: RunHistory) -> str:
+    run = history.runs[-1] if history.runs else {}
+    command = shlex.join(map(str, run.get("command", ()))) or "The run"
+    policy = str(run.get("policy") or "")
+    used = ", then ".join(dict.fromkeys(each["policy"] for each in history.epochs))
+    if used != policy:
+        policy = ", which used ".join(filter(None, (policy, used)))
+    devices = [str(each["device"]) for _, each in sorted(history.ranks.items())]
+    kinds = [f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices)]
+    return (
+        f"{command} ran on {run.get('host') or 'an unknown host'} under policy "
+        f"{policy or 'unknown'}; devices: {', '.join(kinds) or 'none connected'}."
+    )
+
+
+def _how_fast(history: RunHistory, whole: Record) -> list[str]:
+    rates, rate = whole["device_samples_per_s"], run_row(whole)["samples_per_s"]
+    devices = math.fsum(  # of those that were there, over time
+        each["duration_s"] * run_row(each)["device_samples_per_s"]
+        for each in history.windows
+    )
+    devices /= whole["duration_s"] or 1.0
+    fastest = max(range(len(rates)), key=lambda rank: rates[rank], default=0)
+    if not (rate > 0 and devices > 0 and rates[fastest] > 0):
+        return []
+    text = (
+        f"It trained {rate:,.0f} samples/s, {rate / devices:.0%} of what its devices "
+        f"deliver while they do not synchronise ({devices:,.0f})"
+    )
+    if len(rates) > 1:
+        text += (
+            f", and {rate / rates[fastest]:.2f} times what the fastest one delivers "
+            f"(rank {fastest}, {rates[fastest]:,.0f})"
+        )
+    return [f"{text}. No device was run alone for these figures."]
+
+
+def _how_much(history: RunHistory, whole: Record) -> list[str]:
+    begun = len({each["epoch"] for each in history.epochs})
+    planned = history.epochs[-1].get("epochs") if history.epochs else None
+    epochs = f"{begun} of {planned} epochs" if planned else f"{begun} epoch(s)"
+    samples, took = whole["samples"], clock(whole["duration_s"])
+    found = [f"It trained {samples:,} samples in {took}; {epochs} were begun."]
+    for name in history.scalar_names[:NAMED]:
+        values = [v for v in history.scalar(name)["value"] if math.isfinite(v)]
+        if values:
+            found.append(f"{name} went from {values[0]:.4g} to {values[-1]:.4g}.")
+    sums = {name: [sum(whole[name])] for name in RANK_FIELDS}
+    parts = rank_row({**whole, **sums}, 0)  # all ranks as one
+    spent = ", ".join(f"{parts[name]:.1%} {PARTS[name]}" for name in PARTS)
+    found.append(f"The ranks' time: {spent}.")
+    if (again := sum(whole["rank_samples"]) - samples) > 0:
+        found.append(f"{again:,} samples were trained again after restarts.")
+    if (lost := sum(whole["discarded_samples"])) > 0:
+        found.append(f"{lost:,} samples were trained and discarded.")
+    return found
+
+
+def _changes(history: RunHistory) -> list[str]:
+    """Deaths, exclusions and errors, with their time."""
+    names = ("died", "excluded", "error")
+    found = [
+        f"At {clock(each['t'] - start_s(history))} {event_text(each)}."
+        for each in history.events
+        if each["name"] in names
+    ]
+    more = [f"{len(found) - NAMED} more are among the events."] * (len(found) > NAMED)
+    return [*found[:NAMED], *more]
+
+
+def _end(history: RunHistory) -> str:
+    text, end = "Its event file has no end: it still runs, or was killed.", history.end
+    if end is not None:
+        codes = [f"{c} of rank {r}" for r, c in enumerate(end["exit_codes"]) if c]
+        how = f" with exit codes {', '.join(codes[:NAMED])}" if codes else " normally"
+        reason = f": {end['reason']}" if end["reason"] else ""
+        text = f"It ended after {clock(end['t'] - start_s(history))}{how}{reason}."
+    starts = len(history.runs)
+    return text + f" It was started {starts} times." * (starts > 1)

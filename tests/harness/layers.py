@@ -43,6 +43,7 @@ LAYERS = {
     "elche.monitor.live_run": Layer.SHELL,
     "elche.monitor.page.beside": Layer.SHELL,
     "elche.monitor.page.charts": Layer.SHELL,
+    "elche.monitor.page.report_file": Layer.SHELL,
     "elche.monitor.page.server": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,
     "elche.monitor.results": Layer.SHELL,

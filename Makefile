@@ -1,5 +1,5 @@
 # Every target sets up what it needs; the only thing to have is Python 3.10 to 3.13.
-#   make demo                    the demonstration, about five minutes on two cores
+#   make demo                    the demonstration, under three minutes on two cores
 #   make test PYTHON=python3.12  with another interpreter (after `make clean`)
 
 PYTHON ?= python3

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from benchmarks.goodput_table.design import Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
-from benchmarks.hetero.verdict import MIN_WINDOWS
+from benchmarks.hetero.verdict import MIN_WINDOWS, MOST_OVERRUN
 from benchmarks.paired import Interval, mean_interval
 from elche.cadence.convergence import UPDATES, sample_efficiency
-from elche.demo.compare import MOST_OVERRUN
 
 _KINDS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 

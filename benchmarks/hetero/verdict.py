@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from benchmarks.paired import Interval, paired_interval, spread
-from elche.demo.compare import MOST_OVERRUN, ContenderRun
+from elche.demo.compare import ContenderRun
 from elche.monitor.results import ContenderResult, contenders_to_json
+
+MOST_OVERRUN = 0.02
+"""Largest overrun, as a fraction, at which an emulation is still accurate."""
 
 MIN_CONTROL = 0.98
 """Least efficiency of the control: all devices at once, without communication."""

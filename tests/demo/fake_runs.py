@@ -26,6 +26,7 @@ def rank_result(
         "device": "a device",
         "nominal_s": 10.0,
         "overrun_s": 0.0,
+        "starved_s": 0.0,
         "sent_bytes": 0,
         "choices": [],
         "window_samples": None,

@@ -9,7 +9,7 @@ import pytest
 
 from elche.demo import compare
 from elche.demo.compare import Devices, run_contender, whole_batches
-from elche.demo.contender import ContenderSpec
+from elche.demo.contender import ContenderSpec, starved_total_s
 from elche.demo.workload import SegmentSampler, SplitBatches, split_edges
 from elche.errors import ConfigError, RemoteRankError
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
@@ -54,6 +54,14 @@ def test_overrun_is_that_of_the_worst_rank() -> None:
     run = run_of("x", rank_result(overrun_s=0.1), rank_result(overrun_s=0.5))
     assert run.overrun_share == pytest.approx(0.05)
     assert run_of("x", rank_result(nominal_s=0.0)).overrun_share == 0.0
+
+
+def test_disturbance_is_overrun_or_waiting_for_a_core_of_the_worst_rank() -> None:
+    starved = rank_result(samples=1000, rate=100, starved_s=2.0)
+    run = run_of("x", rank_result(overrun_s=0.5), starved)
+    assert run.disturbance == pytest.approx(0.2)
+    assert run_of("x", rank_result(overrun_s=0.5)).disturbance == pytest.approx(0.05)
+    assert starved_total_s() >= 0.0
 
 
 def test_a_failure_names_contender_and_rank(monkeypatch: pytest.MonkeyPatch) -> None:

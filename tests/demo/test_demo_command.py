@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from elche.cli.main import main
+from elche.demo import demo
 from elche.demo.compare import ContenderRun, Devices
-from elche.demo.demo import SPEEDS, choose_devices
+from elche.demo.demo import SPEEDS, DemoConfig, choose_devices, run_contenders
 from elche.demo.outcome import DemoOutcome
+from elche.demo.picture import draw
 from elche.devices import choice
+from elche.monitor.progress import TaskProgress
 from tests.demo.fake_runs import rank_result, run_of
 
 EMULATED = Devices(speeds=(1.0, 0.25))
@@ -94,14 +100,130 @@ def test_a_diverged_contender_has_no_time_to_the_loss() -> None:
 
 
 def test_it_says_what_was_emulated_and_how_well() -> None:
-    honest = DemoOutcome(EMULATED, runs_with(overrun_s=0.05)).emulated
-    assert "stretched by sleeping to 1.25 ms and 5 ms per sample" in honest
-    assert "by 0.5% at most" in honest
-    assert "too much" not in honest
-    busy = DemoOutcome(EMULATED, runs_with(overrun_s=0.5)).emulated
-    assert "by 5.0% at most (in ddp). That is too much" in busy
+    honest = DemoOutcome(EMULATED, runs_with(overrun_s=0.05))
+    assert "stretched by sleeping to 1.25 ms and 5 ms per sample" in honest.emulated
+    assert "by 0.5% at most" in honest.emulated
+    assert not honest.warning
     real = DemoOutcome(Devices(names=("cuda:0", "cpu")), runs_with()).emulated
     assert real.startswith("Nothing was emulated: a device and a device.")
+
+
+@pytest.mark.parametrize("planted", [{"overrun_s": 0.6}, {"starved_s": 0.2}])
+def test_a_disturbed_run_gets_no_verdict(planted: dict[str, float]) -> None:
+    runs = runs_with()
+    worst = rank_result(910.0, **planted)
+    runs["elche-auto"] = run_of("elche-auto", rank_result(910.0), worst)
+    outcome = DemoOutcome(EMULATED, runs)
+    rows = {row.name: row for row in outcome.table}
+    auto, sync = rows["elche-auto"], rows["elche-sync"]
+    assert outcome.disturbed == {"elche-auto"}
+    assert outcome.headline == outcome.warning
+    assert re.match(r"DISTURBED .* twice: elche-auto \(\d+%\)", outcome.warning)
+    assert auto.note == "DISTURBED, both devices"
+    assert (auto.gain, auto.efficiency, auto.time_to_loss_s) == (None, None, None)
+    assert (auto.samples_per_s, sync.gain) == (pytest.approx(910), pytest.approx(1.15))
+    assert "elche-auto" not in " ".join(outcome.sentences)
+
+
+@pytest.mark.parametrize("name", ["solo", "ddp", "elche-sync"])
+def test_without_its_controls_the_demo_gives_no_verdict(name: str) -> None:
+    runs = runs_with()
+    ranks = [rank | {"starved_s": rank["train_s"] / 10} for rank in runs[name].ranks]
+    outcome = DemoOutcome(EMULATED, runs | {name: run_of(name, *ranks)})
+    lost = {row.name for row in outcome.table if row.gain is None}
+    assert lost == ({*outcome.curves} if name == "solo" else {name})
+    assert outcome.sentences == ["No verdict: a run that it needs was disturbed."]
+    assert f"{name} (10%)" in outcome.warning
+
+
+def test_a_slow_device_alone_may_stop_early() -> None:
+    runs = runs_with()
+    slow = rank_result(200.0, (4.0, 3.5), samples=400)
+    outcome = DemoOutcome(
+        EMULATED, runs | {"solo": run_of("solo", rank_result(), slow)}
+    )
+    row = outcome.table[1]
+    assert outcome.target_loss == 2.1
+    assert (row.efficiency, row.eval_loss, row.gain) == (pytest.approx(0.2), None, None)
+    assert row.note == "a device, stopped early"
+
+
+@pytest.mark.parametrize(
+    ("second", "shares", "warned"), [(0.0, 0.0, False), (9.0, 0.2, True)]
+)
+def test_a_disturbed_run_is_repeated_once(
+    second: float,
+    shares: float,
+    warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun: list[str] = []
+    now_s = 0.0
+
+    def run(name: str, spec: object, devices: object, show: Any, trace: object) -> Any:
+        nonlocal now_s
+        now_s += 30.0
+        show(1, 32)
+        show(0, 8000)
+        starved = {"ddp": 2.0, "again": second}
+        key = "again" if name in begun else name
+        begun.append(name)
+        return run_of(name, *[rank_result(100.0, starved_s=starved.get(key, 0.0))] * 2)
+
+    monkeypatch.setattr(demo, "run_contender", run)
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    caplog.set_level(logging.INFO, "elche.monitor.progress")
+    config = DemoConfig(out=tmp_path)
+    with TaskProgress() as progress:
+        runs = run_contenders(config, EMULATED, (800.0, 200.0), 16_000, progress)
+    names = ["solo", "ddp", "elche-sync", "elche-auto", "elche-cadence"]
+    assert begun == [*names, "ddp"]
+    assert [*runs] == names
+    assert runs["ddp"].disturbance == pytest.approx(shares)
+    assert bool(DemoOutcome(EMULATED, runs).warning) == warned
+    lines = "\n".join(caplog.messages)
+    assert "demo: 12 %, 1 of 5, about 4 min left (solo)" in lines
+    assert "3 of 6, about 2 min left (elche-sync)" in lines
+    assert "6 of 6, about 20 s left (ddp)" in lines
+
+
+def test_the_picture_shows_every_contender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    seen: list[Any] = []
+    save = figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure,
+        "savefig",
+        lambda self, path: [seen.append(self), save(self, path)],
+    )
+    outcome = DemoOutcome(EMULATED, runs_with())
+    draw(outcome, tmp_path / "loss.png")
+    left, right = seen[0].axes
+    assert [line.get_label() for line in left.lines[:6]] == [*outcome.curves]
+    (x_min, x_max), (y_min, y_max) = left.get_xlim(), left.get_ylim()
+    for curve in outcome.curves.values():
+        assert all(x_min <= s <= x_max and y_min <= y <= y_max for s, _, y in curve)
+    assert "1.15 times as fast as the fastest" in seen[0].get_suptitle()
+    assert [text.get_text().strip() for text in right.texts][-3:] == [
+        "92%",
+        "91%",
+        "95%",
+    ]
+    assert (tmp_path / "loss.png").stat().st_size < 80_000
+    runs = runs_with() | {
+        "ddp": run_of("ddp", *[rank_result(400.0, starved_s=1.0)] * 2)
+    }
+    draw(DemoOutcome(EMULATED, runs), tmp_path / "loss.png")
+    assert seen[1].get_suptitle().startswith("DISTURBED")
+    assert [line.get_linestyle() for line in seen[1].axes[0].lines[1:4]] == [
+        "-",
+        ":",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +255,7 @@ def test_a_bad_text_or_directory_ends_with_code_2(tmp_path: Path) -> None:
     small.write_text("too short")
     out = ["--out", str(tmp_path / "out")]
     for options, message in (
-        (["--text", str(tmp_path / "none"), *out], "cannot read the text"),
+        (["--text", str(tmp_path / "none"), *out], "does not exist"),
         (["--text", str(small), *out], "give a longer text"),
         (["--out", str(small)], "is a file"),
         (["--seconds", "0", *out], "expected --seconds to be a positive"),
@@ -156,8 +278,13 @@ def test_a_short_demo(tmp_path: Path) -> None:
     ours = ("elche-cadence", "elche-sync", "elche-auto")
     for name in ("solo-0", "solo-1", "ddp", *ours):
         assert f"\n{name} " in done.stdout
-    assert done.stdout.rstrip().splitlines()[-1].startswith("Emulated: ")
-    assert "elche cadence: finished" in done.stderr
+    last = done.stdout.rstrip().splitlines()[-1]
+    if done.stdout.startswith("DISTURBED"):
+        assert last.startswith("These figures say little.")
+    else:
+        assert last.startswith("Emulated: ")
+    assert re.search(r"demo: \d+ %, \d of \d+, about .* left", done.stderr)
+    assert "demo: finished after" in done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"batch", "data wait", "sync"} <= {e.get("cat") for e in events}
     assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1}

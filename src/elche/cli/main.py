@@ -16,6 +16,7 @@ from elche.cli.run_command import rank_options
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
+from elche.config_checks import check_positive
 from elche.errors import ConfigError, ElcheError
 from elche.monitor.results import log_to_stderr
 
@@ -81,7 +82,7 @@ def main() -> None:
 @main.command()
 @click.option(
     "--text",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, exists=True),
     help="File or directory to train on; default: the standard library's sources.",
 )
 @click.option(
@@ -89,17 +90,18 @@ def main() -> None:
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("elche-demo"),
     show_default=True,
-    help="Directory for the table and the trace.",
+    help="Directory for the table, the trace and the picture.",
 )
 @click.option(
     "--seconds",
     type=float,
-    default=20.0,
+    default=14.0,
     show_default=True,
-    help="Training time of both devices together; the demo takes about ten times it.",
+    help="Training time of both devices together; the demo takes twelve times it.",
 )
 def demo(text: Path | None, out: Path, seconds: float) -> None:
     """Train a small GPT on two unequal devices: alone, with PyTorch, with elche."""
+    check_positive("--seconds", seconds)
     from elche.demo.demo import DemoConfig, run_demo
 
     with log_to_stderr():

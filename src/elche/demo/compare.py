@@ -29,8 +29,8 @@ from elche.runtime.process.launch_config import (
 
 MS_PER_SAMPLE = 1.25
 STDERR_TAIL_LINES = 25
-MOST_OVERRUN = 0.02
-"""Largest overrun, as a fraction, at which an emulation is still accurate."""
+MOST_DISTURBED = 0.05
+"""Largest disturbance of a run, as a fraction of its time, that allows a verdict."""
 
 OnProgress = Callable[[int, float], None]
 """Called with a rank and its number of samples so far (or the run's)."""
@@ -126,6 +126,12 @@ class ContenderRun:
         emulated = [result for result in self.ranks if result["nominal_s"]]
         shares = [float(r["overrun_s"] / r["nominal_s"]) for r in emulated]
         return max(shares, default=0.0)
+
+    @property
+    def disturbance(self) -> float:
+        """Overrun, or time that a rank waited for a core, as a fraction of its time."""
+        waits = [float(r["starved_s"] / r["train_s"]) for r in self.ranks]
+        return max(self.overrun_share, *waits)
 
 
 def run_contender(

@@ -8,6 +8,7 @@ contender equally.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -102,7 +103,7 @@ class Contender:
         self._emulation: EmulationHandle | None = None
         self._loss_scale = 1.0
         self._done_samples = 0
-        self._train_s = 0.0
+        self._train_s = self._starved_s = 0.0
         self._curve: list[tuple[float, float, float]] = []
         self._reported_s = 0.0
 
@@ -203,7 +204,7 @@ class Contender:
         """Trains one part of the run: the loop of `elche.setup`'s docstring, timed."""
         if "ddp" in self.spec.kind:
             dist.barrier()  # rank 0 evaluates; elche waits by itself
-        began_s = self._clock()
+        began_s, starved_s = self._clock(), starved_total_s()
         for batch in loader:
             if self._placement.device.type != "cpu":  # elche has moved its batches
                 batch = to_device(batch, self._placement.device)
@@ -220,6 +221,7 @@ class Contender:
                 break
         synchronize(self._placement.device)
         self._train_s += self._clock() - began_s
+        self._starved_s += starved_total_s() - starved_s
         self._done_samples = self._progress_samples()
 
     def _count(self, samples: int) -> None:
@@ -254,6 +256,7 @@ class Contender:
             "device": self._placement.device_name,
             "nominal_s": emulation.nominal_s if emulation else 0.0,
             "overrun_s": emulation.overrun_s if emulation else 0.0,
+            "starved_s": self._starved_s,
             "windows": sum(report.windows for report in reports),
             "choices": [] if run is None else run.notifications.choices,
             "parameters": sum(p.numel() for p in self._model.parameters()),
@@ -263,6 +266,13 @@ class Contender:
     def _details(self, run: Run | None) -> dict[str, Any]:
         """Further results of this rank; ``run`` is elche's run, if any."""
         return {}
+
+
+def starved_total_s() -> float:
+    """Time (s) that this thread has waited for a core; 0 if the system has no count."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def main(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from elche.demo.compare import MOST_OVERRUN, ContenderRun, Devices, machine
+from elche.demo.compare import MOST_DISTURBED, ContenderRun, Devices, machine
 from elche.monitor.results import ContenderResult, contenders_to_json, time_to_loss
 
 Curve: TypeAlias = Sequence[tuple[float, float, float]]
@@ -27,9 +27,13 @@ class DemoOutcome:
 
     Attributes:
         title: title of the table.
+        curves: evaluations by contender, each device alone for itself.
+        disturbed: contenders without a verdict, because the machine was busy.
+        warning: names the disturbed runs; empty if there are none.
         target_loss: worst finite final loss, which all converging contenders reach.
         table: one row per contender.
         sentences: explanation of the figures.
+        headline: the result as the title of a picture.
         emulated: description of the emulation.
     """
 
@@ -38,11 +42,20 @@ class DemoOutcome:
         self._runs = runs
         kind = "emulated devices" if devices.emulated else "devices"
         self.title = f"a small GPT on two unequal {kind}"
-        curves = _curves(runs)
-        finals = [curve[-1][2] for curve in curves.values()]
+        self.curves = curves = _curves(runs)
+        finals = [c[-1][2] for c in curves.values() if not _is_cut(c, curves)]
         self.target_loss = max(filter(math.isfinite, finals), default=None)
-        self.table = _table(runs, curves, self.target_loss)
-        self.sentences = _sentences(self.table, self.target_loss)
+        shares = {name: run.disturbance for name, run in runs.items()}
+        busy = {n: share for n, share in shares.items() if share > MOST_DISTURBED}
+        # Every verdict is relative to the devices alone.
+        self.disturbed = {n for n in curves if n in busy or SOLO in busy}
+        self.warning = ""
+        if busy:
+            which = ", ".join(f"{name} ({share:.0%})" for name, share in busy.items())
+            self.warning = f"DISTURBED by a busy machine, twice: {which} of the time"
+        self.table = _table(runs, curves, self.target_loss, self.disturbed)
+        self.sentences = _sentences(self.table, self.target_loss, self.disturbed)
+        self.headline = self.warning or self.sentences[1].replace(": ", ":\n")
         self.emulated = _what_was_emulated(devices, [*runs.values()])
 
     def figures(self, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,6 +73,7 @@ class DemoOutcome:
             "target_loss": self.target_loss,
             "parameters": solo.ranks[0]["parameters"],
             "overrun_share": {n: run.overrun_share for n, run in self._runs.items()},
+            "disturbance": {n: run.disturbance for n, run in self._runs.items()},
             "sentences": [*self.sentences, self.emulated],
             **facts,
             "machine": machine(),
@@ -73,10 +87,16 @@ def _curves(runs: Mapping[str, ContenderRun]) -> Mapping[str, Curve]:
     return alone | {name: run.curve() for name, run in runs.items() if name != SOLO}
 
 
+def _is_cut(curve: Curve, curves: Mapping[str, Curve]) -> bool:
+    """True for a device alone that stopped early."""
+    return curve[-1][_SAMPLES] < 0.9 * max(c[-1][_SAMPLES] for c in curves.values())
+
+
 def _table(
     runs: Mapping[str, ContenderRun],
     curves: Mapping[str, Curve],
     target_loss: float | None,
+    disturbed: set[str],
 ) -> list[ContenderResult]:
     solo = runs[SOLO]
     rates = [solo.rate(rank) for rank in range(len(solo.ranks))]
@@ -88,8 +108,13 @@ def _table(
         note = solo.devices[index] if alone else "both devices"
         if not alone and (choices := runs[name].ranks[0]["choices"]):
             note += f", chose {choices[-1][0]}"
+        if is_cut := _is_cut(curve, curves):
+            note += ", stopped early"
+        if is_lost := name in disturbed:
+            note = f"DISTURBED, {note}"
+        target = None if is_lost else target_loss
         reached = [
-            (_reached(fastest, target_loss, axis), _reached(curve, target_loss, axis))
+            (_reached(fastest, target, axis), _reached(curve, target, axis))
             for axis in (_SECONDS, _SAMPLES)
         ]
         gain, sample_efficiency = (
@@ -99,9 +124,9 @@ def _table(
             ContenderResult(
                 name=name,
                 samples_per_s=rate,
-                efficiency=rate / sum(rates),
+                efficiency=None if is_lost else rate / sum(rates),
                 sample_efficiency=sample_efficiency,
-                eval_loss=curve[-1][2],
+                eval_loss=None if is_cut else curve[-1][2],
                 time_to_loss_s=reached[_SECONDS][1],
                 gain=gain,
                 note=note,
@@ -118,11 +143,15 @@ def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None
 
 
 def _sentences(
-    table: Sequence[ContenderResult], target_loss: float | None
+    table: Sequence[ContenderResult],
+    target_loss: float | None,
+    disturbed: set[str],
 ) -> list[str]:
     """Two or three sentences on the user's gain, computed from the figures."""
     rows = {row.name: row for row in table}
-    ours = [row for row in table if row.name.startswith("elche")]
+    if not disturbed.isdisjoint(("ddp", "elche-sync")):
+        return ["No verdict: a run that it needs was disturbed."]
+    ours = [r for r in table if r.name.startswith("elche") and r.name not in disturbed]
     alone = [row for row in table if row.name.startswith(SOLO)]
     fastest = max(alone, key=lambda row: row.samples_per_s)
     default, ddp = rows["elche-sync"], rows["ddp"]
@@ -155,19 +184,13 @@ def _what_was_emulated(devices: Devices, runs: Sequence[ContenderRun]) -> str:
         return f"Nothing was emulated: {_in_words(runs[0].devices)}. {together}"
     times = [f"{devices.ms_per_sample / speed:g} ms" for speed in devices.speeds]
     worst = max(runs, key=lambda run: run.overrun_share)
-    text = (
+    return (
         "Emulated: both devices are processes on this machine's CPU, whose real"
         f" training is stretched by sleeping to {_in_words(times)} per sample."
         " Text, model, gradients, losses and communication are real."
         f" {together} Real computing exceeded the emulated time by"
         f" {worst.overrun_share:.1%} at most (in {worst.name})."
     )
-    if worst.overrun_share > MOST_OVERRUN:
-        text += (
-            " That is too much: the machine was busy or is too slow for this, and the"
-            " figures say little about such devices. Run it again on a quiet machine."
-        )
-    return text
 
 
 def _in_words(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.monitor.report import PARTS, sentences, whole_run
+from elche.monitor.report import PARTS, sentences, time_parts, whole_run
 from elche.monitor.run_history import RunHistory, rank_row
 
 START_S = 1_800_000_000.0
@@ -71,19 +71,28 @@ def test_a_run_in_words() -> None:
         {"kind": "end", "exit_codes": [0, 137], "reason": "rank 1 was killed"},
     )
     assert sentences(history) == [
-        "python 'train me.py' ran on box under policy auto, which used sync; "
-        "devices: 2 x CPU.",
-        "It trained 400 samples/s, 50% of what its devices deliver while they do not "
+        "python 'train me.py' ran on box, policy auto, then sync, devices 2 x CPU.",
+        "It trained 400 samples/s: 50% of what its devices deliver while they do not "
         "synchronise (800), and 0.67 times what the fastest one delivers (rank 0, 600)."
         " No device was run alone for these figures.",
-        "It trained 800 samples in 0:00:02; 1 of 2 epochs were begun.",
+        "It trained 800 samples in 0:00:02, epochs begun: 1.",
         "loss went from 2 to 1.25.",
         "The ranks' time: 50.0% computing, 0.0% waiting for data, 0.0% transfer to "
-        "devices, 50.0% waiting for other ranks and reducing.",
+        "devices, 50.0% waiting for other ranks and reducing, 0.0% other (the loop's "
+        "own work, starts of epochs).",
         "8 samples were trained and discarded.",
         "At 0:00:07 rank 1 died: silent for 4 s.",
         "It ended after 0:00:08 with exit codes 137 of rank 1: rank 1 was killed.",
     ]
+
+
+def test_time_outside_of_batches_is_named() -> None:
+    """Of two ranks one reports half of a window, the other one nothing."""
+    slow = window([300, 100], busy_s=[0.25, 0.0], sync_wait_s=[0.25, 0.0])
+    history = history_of(RUN, *RANKS, EPOCH, slow)
+    parts = time_parts(history, whole_run(history))
+    assert parts["other"] == pytest.approx(0.5)
+    assert parts["compute"] == pytest.approx(0.25)
 
 
 def test_samples_of_a_restart_count_once() -> None:
@@ -155,13 +164,12 @@ def test_parts_add_up_and_every_number_is_one(found: list[dict[str, Any]]) -> No
     whole = whole_run(history)
     rows = [rank_row(whole, rank) for rank in range(len(whole["busy_s"]))]
     text = " ".join(sentences(history))
-    (spent,) = re.findall(r"The ranks' time: (.*?)\.(?= |$)", text)
-    percents = math.fsum(map(float, re.findall(r"([\d.]+)%", spent)))
-    assert percents == pytest.approx(
-        100 if any([*whole["busy_s"], *whole["sync_wait_s"]]) else 0, abs=0.3
-    )
+    whole_time = time_parts(history, whole)
+    assert [*whole_time] == [*PARTS]
+    assert math.fsum(whole_time.values()) == pytest.approx(1.0)
+    assert all(-1e-9 <= part <= 1 + 1e-9 for part in whole_time.values())
     for row in rows:
-        parts = [row[name] for name in PARTS]
+        parts = [row[name] for name in PARTS if name != "other"]
         assert all(0 <= part <= 1 for part in parts)
         assert math.fsum(parts) == pytest.approx(1.0 if any(parts) else 0.0)
     shares = math.fsum(row["share"] for row in rows)

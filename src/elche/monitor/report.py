@@ -16,8 +16,9 @@ PARTS: Final = {
     "data_wait": "waiting for data",
     "transfer": "transfer to devices",
     "sync_wait": "waiting for other ranks and reducing",
+    "other": "other (the loop's own work, starts of epochs)",
 }
-"""Parts of a rank's time, with their names."""
+"""Parts of the ranks' time in epochs, with their names."""
 NAMED: Final = 6
 """Most events or values of a kind that the text names."""
 
@@ -37,6 +38,19 @@ def whole_run(history: RunHistory) -> Record:
     return whole
 
 
+def time_parts(history: RunHistory, whole: Record) -> dict[str, float]:
+    """Fractions of all ranks' time in epochs by name of `PARTS`; they add up to 1."""
+    sums = {name: [sum(whole[name])] for name in RANK_FIELDS}
+    row = rank_row({**whole, **sums}, 0)  # all ranks as one
+    there_s = math.fsum(
+        each["duration_s"] * sum(map(bool, each["busy_s"])) for each in history.windows
+    )
+    (busy_s,), (sync_wait_s,) = sums["busy_s"], sums["sync_wait_s"]
+    part = (busy_s + sync_wait_s) / max(there_s, busy_s + sync_wait_s, 1e-9)
+    parts = {name: part * row[name] for name in PARTS if name != "other"}
+    return {**parts, "other": max(0.0, 1.0 - math.fsum(parts.values()))}
+
+
 def sentences(history: RunHistory) -> list[str]:
     """Returns the run in words: what, how much, how fast, what was lost, its end."""
     trained = ["It trained nothing: its event file has no window of an epoch."]
@@ -49,15 +63,13 @@ def sentences(history: RunHistory) -> list[str]:
 def _what(history: RunHistory) -> str:
     run = history.runs[-1] if history.runs else {}
     command = shlex.join(map(str, run.get("command", ()))) or "The run"
-    policy = str(run.get("policy") or "")
-    used = ", then ".join(dict.fromkeys(each["policy"] for each in history.epochs))
-    if used != policy:
-        policy = ", which used ".join(filter(None, (policy, used)))
+    policies = [run.get("policy", ""), *(each["policy"] for each in history.epochs)]
+    policy = ", then ".join(dict.fromkeys(filter(None, policies)))
     devices = [str(each["device"]) for _, each in sorted(history.ranks.items())]
     kinds = [f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices)]
     return (
-        f"{command} ran on {run.get('host') or 'an unknown host'} under policy "
-        f"{policy or 'unknown'}; devices: {', '.join(kinds) or 'none connected'}."
+        f"{command} ran on {run.get('host', 'an unknown host')}, policy "
+        f"{policy or 'unknown'}, devices {', '.join(kinds) or 'unknown'}."
     )
 
 
@@ -72,30 +84,24 @@ def _how_fast(history: RunHistory, whole: Record) -> list[str]:
     if not (rate > 0 and devices > 0 and rates[fastest] > 0):
         return []
     text = (
-        f"It trained {rate:,.0f} samples/s, {rate / devices:.0%} of what its devices "
-        f"deliver while they do not synchronise ({devices:,.0f})"
+        f"It trained {rate:,.0f} samples/s: {rate / devices:.0%} of what its devices "
+        f"deliver while they do not synchronise ({devices:,.0f}), and "
+        f"{rate / rates[fastest]:.2f} times what the fastest one delivers (rank "
+        f"{fastest}, {rates[fastest]:,.0f}). No device was run alone for these figures."
     )
-    if len(rates) > 1:
-        text += (
-            f", and {rate / rates[fastest]:.2f} times what the fastest one delivers "
-            f"(rank {fastest}, {rates[fastest]:,.0f})"
-        )
-    return [f"{text}. No device was run alone for these figures."]
+    return [text]
 
 
 def _how_much(history: RunHistory, whole: Record) -> list[str]:
-    begun = len({each["epoch"] for each in history.epochs})
-    planned = history.epochs[-1].get("epochs") if history.epochs else None
-    epochs = f"{begun} of {planned} epochs" if planned else f"{begun} epoch(s)"
     samples, took = whole["samples"], clock(whole["duration_s"])
-    found = [f"It trained {samples:,} samples in {took}; {epochs} were begun."]
+    begun = len({each["epoch"] for each in history.epochs})
+    found = [f"It trained {samples:,} samples in {took}, epochs begun: {begun}."]
     for name in history.scalar_names[:NAMED]:
         values = [v for v in history.scalar(name)["value"] if math.isfinite(v)]
         if values:
             found.append(f"{name} went from {values[0]:.4g} to {values[-1]:.4g}.")
-    sums = {name: [sum(whole[name])] for name in RANK_FIELDS}
-    parts = rank_row({**whole, **sums}, 0)  # all ranks as one
-    spent = ", ".join(f"{parts[name]:.1%} {PARTS[name]}" for name in PARTS)
+    parts = time_parts(history, whole)
+    spent = ", ".join(f"{part:.1%} {PARTS[name]}" for name, part in parts.items())
     found.append(f"The ranks' time: {spent}.")
     if (again := sum(whole["rank_samples"]) - samples) > 0:
         found.append(f"{again:,} samples were trained again after restarts.")
@@ -120,7 +126,7 @@ def _end(history: RunHistory) -> str:
     text, end = "Its event file has no end: it still runs, or was killed.", history.end
     if end is not None:
         codes = [f"{c} of rank {r}" for r, c in enumerate(end["exit_codes"]) if c]
-        how = f" with exit codes {', '.join(codes[:NAMED])}" if codes else " normally"
+        how = f" with exit codes {', '.join(codes[:NAMED])}" if codes else ""
         reason = f": {end['reason']}" if end["reason"] else ""
         text = f"It ended after {clock(end['t'] - start_s(history))}{how}{reason}."
     starts = len(history.runs)

@@ -10,6 +10,7 @@ import click
 
 from elche import __version__
 from elche.cli.files import json_option
+from elche.cli.page_command import page as page_command
 from elche.cli.plan_command import plan as plan_command
 from elche.cli.report_command import report as report_command
 from elche.cli.run_command import rank_options
@@ -173,6 +174,7 @@ def doctor(
     sys.exit(code)
 
 
+main.add_command(page_command)
 main.add_command(plan_command)
 main.add_command(report_command)
 main.add_command(run_command)

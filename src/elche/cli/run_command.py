@@ -144,6 +144,17 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Folder for the run's event file (events.jsonl), written while it runs.",
 )
 @click.option(
+    "--page",
+    is_flag=True,
+    help="Show the run in a browser, and print the page's address; without --events "
+    "its folder is a new one in elche_runs.",
+)
+@click.option(
+    "--page-at",
+    metavar="HOST:PORT",
+    help="Address of the --page; default: a free port of 127.0.0.1.",
+)
+@click.option(
     "--quiet",
     is_flag=True,
     help="Hide progress: the view on a terminal, elsewhere a line every few minutes.",
@@ -152,14 +163,18 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on several devices, one process each."""
+    from elche.monitor.page.beside import new_folder, page_beside
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
+    at, is_shown = options.pop("page_at"), options.pop("page")
+    is_shown = is_shown or at is not None
+    if is_shown and options["events"] is None:
+        options["events"] = new_folder(script)
     config = _launch_config((script, *arguments), options)
-    result = launch_with_restarts(
-        config,
-        RestartConfig(**options),
-        _say,
-    )
+    with contextlib.ExitStack() as stack:
+        if is_shown and config.events is not None:
+            stack.enter_context(page_beside(config.events, at or "", _say))
+        result = launch_with_restarts(config, RestartConfig(**options), _say)
     if failure := _failure_line(result, config.world_size):
         _say(failure)
     sys.exit(result.exit_code)

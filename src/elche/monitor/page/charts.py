@@ -45,7 +45,7 @@ HEIGHT_PX: Final = 220
 PART_COLOURS: Final = ("#e3861b", "#bf4b8a", "#2f81f7", "#8b949e")
 THEMES: Final = {"light": "light_minimal", "dark": "dark_minimal"}
 """Bokeh's theme of the charts, for `bokeh.embed` or a document."""
-INK: Final = {"light": ("#24292f", "#ffffff"), "dark": ("#e0e0e0", "#20262b")}
+INK: Final = {"light": ("#24292f", "#ffffff"), "dark": ("#e0e0e0", "#15191c")}
 """Colours of text and background by theme."""
 RUN_LINES: Final = {"samples_per_s": "run", "device_samples_per_s": "devices together"}
 RANK_CHARTS: Final = (
@@ -122,9 +122,7 @@ class RunCharts:
             self._drawn += len(new)
             self._source.stream(row_columns(history, new, ranks, names))
         self._events.data = event_columns(history, EVENTS_LISTED)
-        self._bars.data = bars = bar_columns(history, ranks)
-        self._minute.end = max(bars["end"], default=0.0)
-        self._minute.start = self._minute.end - 1000 * SPAN_S
+        self._bars.data = bar_columns(history, ranks)
 
     def _draw(self, source: ColumnDataSource, ranks: int, names: list[str]) -> None:
         """Builds the figures for the ranks and scalars that are known now."""
@@ -149,7 +147,11 @@ class RunCharts:
         whole, free = Range1d(-0.02, 1.02), DataRange1d()
         if form == "0,0":
             free.start = 0
-        plot = self._figure(x_range=self._x, y_range=whole if form == "0%" else free)
+        scale = "timedelta" if self._over == "time" else "linear"
+        y_range = whole if form == "0%" else free
+        plot = self._figure(x_range=self._x, y_range=y_range, x_axis_type=scale)
+        plot.xaxis.formatter = _x_format(scale)
+        plot.xaxis.axis_label = "samples" if scale == "linear" else None
         drawn, key = [], ""
         for number, (name, label) in enumerate(lines.items()):
             colour, is_first = COLOURS[number % len(COLOURS)], number < len(COLOURS)
@@ -170,11 +172,9 @@ class RunCharts:
 
     def _timeline(self, ranks: int) -> Column:
         """Returns the chart of the last minute, a bar per rank."""
-        self._minute = Range1d(0, 1000 * SPAN_S)
         names = FactorRange(factors=[str(rank) for rank in reversed(range(ranks))])
-        plot = self._figure(
-            x_range=self._minute, y_range=names, x_axis_type="timedelta"
-        )
+        plot = self._figure(x_range=Range1d(-SPAN_S, 0), y_range=names)
+        plot.xaxis.axis_label = "seconds before the newest window"
         self._bars = ColumnDataSource(bar_columns(RunHistory(), 0), name="bars")
         fill = factor_cmap("part", PART_COLOURS, PARTS)
         bars = {"y": "rank", "left": "left", "right": "end", "source": self._bars}
@@ -185,19 +185,10 @@ class RunCharts:
 
     def _figure(self, **options: Any) -> figure:
         """Returns an empty figure of the page's size and tools."""
-        is_over_time = self._over == "time" or "x_axis_type" in options
-        options.setdefault("x_axis_type", "timedelta" if is_over_time else "linear")
         options |= {"tools": "xbox_zoom,reset", "active_drag": None}
         size = {"height": HEIGHT_PX, "min_border_left": 56}
         plot = figure(sizing_mode="stretch_width", **size, **options)
         plot.toolbar.logo, plot.toolbar.autohide = None, True
-        plot.xaxis.axis_label = None if is_over_time else "samples"
-        shown: Any = NumeralTickFormatter(format="0.[0]a")
-        if is_over_time:
-            shown = TimedeltaTickFormatter()
-            for scale in ("milliseconds", "seconds", "minsec", "minutes", "hourmin"):
-                setattr(shown, scale, "%H:%M:%S")
-        plot.xaxis.formatter = shown
         return plot
 
     def _chart(self, heading: str, plot: figure, key: str) -> Column:
@@ -210,3 +201,10 @@ class RunCharts:
         div = Div(name=name, sizing_mode="stretch_width", stylesheets=[sheet])
         div.disable_math = True
         return div
+
+
+def _x_format(scale: str) -> Any:
+    if scale == "linear":
+        return NumeralTickFormatter(format="0.[0]a")
+    parts = ("milliseconds", "seconds", "minsec", "minutes", "hourmin")
+    return TimedeltaTickFormatter(**dict.fromkeys(parts, "%H:%M:%S"))

@@ -120,7 +120,8 @@ def event_text(event: Record) -> str:
 def bar_columns(history: RunHistory, ranks: int) -> dict[str, list[Any]]:
     """Returns bars of the last minute: each rank's time in each window by its parts.
 
-    The parts are drawn one after the other; within a window they alternate in truth.
+    They count in seconds before the newest window. The parts of a window are drawn one
+    after the other; in truth they alternate.
     """
     bars: dict[str, list[Any]] = {name: [] for name in ("rank", "part", "left", "end")}
     windows = history.windows[-2000:]
@@ -129,10 +130,10 @@ def bar_columns(history: RunHistory, ranks: int) -> dict[str, list[Any]]:
         for rank in range(min(ranks, len(window["busy_s"]))):
             figures, whole_s = rank_row(window, rank), window["duration_s"]
             time_s = min(whole_s, window["busy_s"][rank] + window["sync_wait_s"][rank])
-            left_s = window["t"] - whole_s - start_s(history)
+            left_s = window["t"] - windows[-1]["t"] - whole_s
             for part in PARTS:
                 end_s = left_s + figures[part] * time_s
-                row = str(rank), part, 1000 * left_s, 1000 * end_s
+                row = str(rank), part, left_s, end_s
                 for column, value in zip(bars.values(), row, strict=True):
                     column.append(value)
                 left_s = end_s

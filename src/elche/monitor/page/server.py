@@ -153,7 +153,8 @@ class PageServer:
             ConfigError: the file was replaced by one that is no event file.
         """
         PeriodicCallback(self._read, READ_MS).start()
-        self._server.run_until_shutdown()
+        self._server.start()
+        self._server.io_loop.start()
         if self._error is not None:
             raise self._error
 

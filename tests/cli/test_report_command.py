@@ -101,7 +101,7 @@ def test_errors_say_what_to_do(folder: Path) -> None:
     output = folder / "r.html"
     assert "*.html or *.png" in report(folder, "-o", "report.pdf").output
     assert "--events FOLDER" in report(folder / "none", "-o", output).output
-    assert "a file to write" in report(folder, "-o", folder / "no" / "r.html").output
+    assert "cannot write" in report(folder, "-o", folder / "no" / "r.html").output
     events.write_text("")
     assert "has not begun" in report(folder, "-o", output).output
     events.write_text(

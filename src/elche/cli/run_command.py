@@ -155,6 +155,11 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Address of the --page; default: a free port of 127.0.0.1.",
 )
 @click.option(
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the run's report (*.html or *.png), written when it ends.",
+)
+@click.option(
     "--quiet",
     is_flag=True,
     help="Hide progress: the view on a terminal, elsewhere a line every few minutes.",
@@ -164,20 +169,35 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on several devices, one process each."""
     from elche.monitor.page.beside import new_folder, page_beside
+    from elche.monitor.page.report_file import check_report
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
     at, is_shown = options.pop("page_at"), options.pop("page")
-    is_shown = is_shown or at is not None
-    if is_shown and options["events"] is None:
+    is_shown, report = is_shown or at is not None, options.pop("report")
+    if report:
+        check_report(report)
+    if (is_shown or report) and options["events"] is None:
         options["events"] = new_folder(script)
     config = _launch_config((script, *arguments), options)
     with contextlib.ExitStack() as stack:
         if is_shown and config.events is not None:
             stack.enter_context(page_beside(config.events, at or "", _say))
         result = launch_with_restarts(config, RestartConfig(**options), _say)
+    if report and config.events is not None:
+        _write_report(config.events, report)
     if failure := _failure_line(result, config.world_size):
         _say(failure)
     sys.exit(result.exit_code)
+
+
+def _write_report(folder: Path, output: Path) -> None:
+    from elche.monitor.page.report_file import write_report
+
+    try:
+        write_report(folder, output)
+        _say(f"the report is {output}; `elche report {folder}` writes it again")
+    except (ConfigError, OSError) as error:
+        _say(f"no report: {error}")
 
 
 def _say(line: str) -> None:

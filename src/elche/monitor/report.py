@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from typing import Final
 
 from elche.monitor.event_records import RANK_FIELDS, Record, merged
@@ -52,7 +53,7 @@ def time_parts(history: RunHistory, whole: Record) -> dict[str, float]:
 
 
 def sentences(history: RunHistory) -> list[str]:
-    """Returns the run in words: what, how much, how fast, what was lost, its end."""
+    """Returns a run in words: what, how fast, how much, what was lost, how it ended."""
     trained = ["It trained nothing: its event file has no window of an epoch."]
     if history.windows:
         whole = whole_run(history)
@@ -61,35 +62,30 @@ def sentences(history: RunHistory) -> list[str]:
 
 
 def _what(history: RunHistory) -> str:
-    run = history.runs[-1] if history.runs else {}
+    run = history.runs[-1]
     command = shlex.join(map(str, run.get("command", ()))) or "The run"
     policies = [run.get("policy", ""), *(each["policy"] for each in history.epochs)]
     policy = ", then ".join(dict.fromkeys(filter(None, policies)))
-    devices = [str(each["device"]) for _, each in sorted(history.ranks.items())]
-    kinds = [f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices)]
-    return (
-        f"{command} ran on {run.get('host', 'an unknown host')}, policy "
-        f"{policy or 'unknown'}, devices {', '.join(kinds) or 'unknown'}."
-    )
+    kinds = Counter(each["device"] for _, each in sorted(history.ranks.items()))
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    where = f"{run['host']}, policy {policy or '?'}, devices {devices or '?'}"
+    return f"{command} ran on {where}."
 
 
 def _how_fast(history: RunHistory, whole: Record) -> list[str]:
     rates, rate = whole["device_samples_per_s"], run_row(whole)["samples_per_s"]
-    devices = math.fsum(  # of those that were there, over time
-        each["duration_s"] * run_row(each)["device_samples_per_s"]
-        for each in history.windows
-    )
+    rows = map(run_row, history.windows)  # of the devices that were there
+    devices = math.fsum(r["duration_s"] * r["device_samples_per_s"] for r in rows)
     devices /= whole["duration_s"] or 1.0
     fastest = max(range(len(rates)), key=lambda rank: rates[rank], default=0)
     if not (rate > 0 and devices > 0 and rates[fastest] > 0):
         return []
-    text = (
+    return [
         f"It trained {rate:,.0f} samples/s: {rate / devices:.0%} of what its devices "
         f"deliver while they do not synchronise ({devices:,.0f}), and "
         f"{rate / rates[fastest]:.2f} times what the fastest one delivers (rank "
         f"{fastest}, {rates[fastest]:,.0f}). No device was run alone for these figures."
-    )
-    return [text]
+    ]
 
 
 def _how_much(history: RunHistory, whole: Record) -> list[str]:
@@ -112,11 +108,10 @@ def _how_much(history: RunHistory, whole: Record) -> list[str]:
 
 def _changes(history: RunHistory) -> list[str]:
     """Deaths, exclusions and errors, with their time."""
-    names = ("died", "excluded", "error")
     found = [
         f"At {clock(each['t'] - start_s(history))} {event_text(each)}."
         for each in history.events
-        if each["name"] in names
+        if each["name"] in ("died", "excluded", "error")
     ]
     more = [f"{len(found) - NAMED} more are among the events."] * (len(found) > NAMED)
     return [*found[:NAMED], *more]
@@ -130,4 +125,4 @@ def _end(history: RunHistory) -> str:
         reason = f": {end['reason']}" if end["reason"] else ""
         text = f"It ended after {clock(end['t'] - start_s(history))}{how}{reason}."
     starts = len(history.runs)
-    return text + f" It was started {starts} times." * (starts > 1)
+    return f"{text} It was started {starts} times." if starts > 1 else text

@@ -149,8 +149,8 @@ def test_a_restart_counts_from_its_epochs_begin() -> None:
     history = RunHistory()
     for record in recorded(*begin(0), report(0), *end(0), *begin(1), report(1)):
         history.take(record)
-    assert history.epoch_starts == {0: 0, 1: 100}
-    recorder = EventRecorder(200, history.epoch_starts)
+    assert history.epoch_starts == {0: 0, 1: 100, 2: 200}
+    recorder = EventRecorder(history.epoch_starts)
     again = recorded(*begin(1), report(1), recorder=recorder)
     assert again[-1]["samples"] == 200
 

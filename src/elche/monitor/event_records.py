@@ -39,7 +39,7 @@ RANK_FIELDS: Final = (
     *("rank_samples", "discarded_samples"),
     *("busy_s", "data_wait_s", "transfer_s", "sync_wait_s"),
 )
-"""Fields of a window with one number per rank; windows are merged by their sums."""
+"""Fields of a window with one number per rank."""
 SMOOTHING_S: Final = 2.0
 """Time constant of a device's speed, in seconds of its own work."""
 
@@ -59,15 +59,13 @@ class EventRecorder:
     """Makes the records of one start of a run.
 
     Args:
-        samples: samples trained before, by an earlier start of the run.
-        epoch_starts: the run's samples at the begin of each epoch of earlier starts.
+        epoch_starts: the run's samples at the begin of each epoch so far, and of the
+            next one, where an earlier start of the run has trained.
     """
 
-    def __init__(
-        self, samples: int = 0, epoch_starts: Mapping[int, int] | None = None
-    ) -> None:
-        self._samples = samples
+    def __init__(self, epoch_starts: Mapping[int, int] | None = None) -> None:
         self._starts = dict(epoch_starts or {})
+        self._samples = max(self._starts.values(), default=0)
         self._epoch, self._epoch_samples = -1, 0
         self._is_training = self._is_over = False
         self._live: set[int] = set()
@@ -97,15 +95,13 @@ class EventRecorder:
             case PolicyChosen():
                 return [event_record("policy", message.reason, message.rank)]
             case EpochCut() if self._is_training and not message.is_end:
-                text = f"epoch {message.epoch} was paused for a checkpoint"
-                return [event_record("checkpoint", text)]
+                return [event_record("checkpoint", f"inside epoch {message.epoch}")]
             case Failed():
                 return self._lose(message.rank, f"failed: {message.error}")
             case RankLost():
                 silent = f"silent for {message.silent_s:g} s"
-                return self._lose(
-                    message.rank, silent if message.silent_s else "its process is gone"
-                )
+                why = silent if message.silent_s else "its process is gone"
+                return self._lose(message.rank, why)
             case Left() if message.rank in self._live:
                 self._remove(message.rank)
                 return [event_record("left", "the rank has finished", message.rank)]
@@ -116,78 +112,55 @@ class EventRecorder:
 
     def _join(self, join: Join) -> list[Record]:
         self._live.add(join.rank)
-        record: Record = {
-            "kind": "rank",
-            "rank": join.rank,
-            "device": join.device,
-            "memory_bytes": join.memory_bytes,
-        }
+        record: Record = {"kind": "rank", "rank": join.rank, "device": join.device}
+        record["memory_bytes"] = join.memory_bytes
         settings = {name: json.loads(value) for name, value in join.settings}
         if settings != self._settings:
             record["settings"] = self._settings = settings
         if self._epoch < 0:
             return [record]
-        text = f"{join.device} joined the run"
-        return [record, event_record("joined", text, join.rank)]
+        return [record, event_record("joined", f"{join.device} joined", join.rank)]
 
     def _begin(self, begin: BeginEpoch) -> list[Record]:
         if self._is_training:
             return []  # the same instruction to another rank
         self._is_training, self._excluded = True, frozenset()
-        total = sum(size * count for size, count in begin.sizes)
-        if begin.epoch == self._epoch:  # the rest of an epoch that was cut
-            total += self._epoch_samples
-        else:
+        if begin.epoch != self._epoch:  # else the rest of an epoch that was cut
             self._samples = self._starts.setdefault(begin.epoch, self._samples)
             self._epoch, self._epoch_samples = begin.epoch, 0
-        return [
-            {
-                "kind": "epoch",
-                "epoch": begin.epoch,
-                "policy": begin.policy,
-                "samples": total,
-                "done": self._epoch_samples,
-                "epochs": self._settings.get("epochs"),
-            }
-        ]
+        total = self._epoch_samples + sum(size * count for size, count in begin.sizes)
+        record = {"kind": "epoch", "epoch": begin.epoch, "policy": begin.policy}
+        record |= {"samples": total, "done": self._epoch_samples}
+        return [record | {"epochs": self._settings.get("epochs")}]
 
     def _window(self, message: MetricsReported) -> Record:
         values = json.loads(message.values)
-        samples, discarded, busy_s, *_ = (values[name] for name in RANK_FIELDS)
-        self._samples += sum(samples)
-        self._epoch_samples += sum(samples)
-        for rank, (done, lost, time_s) in enumerate(
-            zip(samples, discarded, busy_s, strict=True)
-        ):
-            if done + lost > 0 and time_s > 0:
-                speed = (done + lost) / time_s
+        self._samples += sum(values["rank_samples"])
+        self._epoch_samples += sum(values["rank_samples"])
+        work = zip(*(values[name] for name in RANK_FIELDS[:3]), strict=True)
+        for rank, (samples, discarded, busy_s) in enumerate(work):
+            if samples + discarded > 0 and busy_s > 0:
+                speed = (samples + discarded) / busy_s
                 before = self._speeds.get(rank, speed)
-                weight = -math.expm1(-time_s / SMOOTHING_S)
+                weight = -math.expm1(-busy_s / SMOOTHING_S)
                 self._speeds[rank] = before + weight * (speed - before)
-        rates = [round(self._speeds.get(rank, 0.0), 3) for rank in range(len(samples))]
-        times = {n: [round(each, 6) for each in values[n]] for n in RANK_FIELDS[2:]}
-        return {
-            "kind": "window",
-            "epoch": message.epoch,
-            "samples": self._samples,
-            "epoch_samples": self._epoch_samples,
-            "duration_s": round(values["duration_s"], 6),
-            "synchronisations": values["synchronisations"],
-            "rank_samples": samples,
-            "discarded_samples": discarded,
-            **times,
-            "device_samples_per_s": rates,
-            "values": dict(values["means"]),
-        }
+        ranks = range(len(values["busy_s"]))
+        record = {"kind": "window", "epoch": message.epoch, "samples": self._samples}
+        record["epoch_samples"] = self._epoch_samples
+        for name in ("duration_s", "synchronisations", *RANK_FIELDS):
+            record[name] = _rounded(values[name])
+        record["device_samples_per_s"] = _rounded(
+            [self._speeds.get(r, 0) for r in ranks]
+        )
+        return record | {"values": dict(values["means"])}
 
     def _exclude(self, change: LeaveOut) -> list[Record]:
         before, self._excluded = self._excluded, frozenset(change.left_out)
         text = change.reason or "by the policy"
         gone, back = self._excluded - before, before - self._excluded
-        return [
-            *(event_record("excluded", text, rank) for rank in sorted(gone)),
-            *(event_record("returned", text, rank) for rank in sorted(back)),
-        ]
+        named = [("excluded", rank) for rank in sorted(gone)]
+        named += [("returned", rank) for rank in sorted(back)]
+        return [event_record(name, text, rank) for name, rank in named]
 
     def _lose(self, rank: int, text: str) -> list[Record]:
         if rank not in self._live or self._is_over:
@@ -202,50 +175,47 @@ class EventRecorder:
             self._epoch, self._is_training = -1, False
 
 
-def event_record(name: str, text: str, rank: int | None = None) -> Record:
-    """Returns a record of kind ``event``, without its time.
+def _rounded(value: Any) -> Any:
+    """Rounds a number, or each of a list, to six places."""
+    if isinstance(value, list):
+        return [round(each, 6) for each in value]
+    return round(value, 6)
 
-    Args:
-        name: kind of event, such as ``died``.
-        text: one line for the reader; later lines are dropped.
-        rank: rank that it happened to, None for the run.
-    """
+
+def event_record(name: str, text: str, rank: int | None = None) -> Record:
+    """Returns a record of kind ``event``, of a rank or (None) of the run."""
     line = text.partition("\n")[0]
     return {"kind": "event", "name": name, "rank": rank, "text": line}
 
 
 def merged(windows: Sequence[Record]) -> Record:
-    """Merges consecutive windows: sums of times and samples, weighted means of values.
+    """Merges windows: sums of times and samples, weighted means of logged values.
 
-    Args:
-        windows: at least one; time, epoch and running totals are those of the last.
+    The rest is that of the last window.
     """
     record = dict(windows[-1])
-    if len(windows) == 1:
-        return record
     for name in RANK_FIELDS:
         rows = zip_longest(*(window[name] for window in windows), fillvalue=0)
-        record[name] = list(map(sum, rows))
+        record[name] = _rounded(list(map(sum, rows)))
     for name in ("duration_s", "synchronisations"):
-        record[name] = sum(window[name] for window in windows)
-    sums: dict[str, tuple[float, float]] = {}
+        record[name] = _rounded(sum(window[name] for window in windows))
+    rows_of: dict[str, list[tuple[float, float]]] = {}
     for window in windows:
         weight = sum(window["rank_samples"]) or 1e-9
         for name, value in window["values"].items():
-            total, weights = sums.get(name, (0.0, 0.0))
-            sums[name] = total + weight * value, weights + weight
-    record["values"] = {name: total / over for name, (total, over) in sums.items()}
+            rows_of.setdefault(name, []).append((weight, value))
+    record["values"] = {
+        name: sum(w * value for w, value in rows) / sum(w for w, _ in rows)
+        for name, rows in rows_of.items()
+    }
     return record
 
 
 def coarser(records: Sequence[Record], others: int = 4000) -> list[Record]:
     """Merges the older windows pairwise; the newest quarter is kept.
 
-    Applied again and again, resolution falls with age.
-
-    Args:
-        records: records of a run in their order.
-        others: most events and epoch records kept, the newest.
+    Repeated, it makes resolution fall with age. Of events and epochs the newest
+    ``others`` are kept.
     """
     kinds = [record["kind"] for record in records]
     windows = [at for at, kind in enumerate(kinds) if kind == "window"]

@@ -11,6 +11,7 @@ from elche.errors import ConfigError
 from elche.monitor.event_records import FORMAT, VERSION, Record, coarser, merged
 
 MOST_WINDOWS: Final = 40_000
+KINDS: Final = "file", "run", "rank", "epoch", "epoch_end", "window", "event", "end"
 
 
 @final
@@ -36,22 +37,18 @@ class RunHistory:
     """
 
     def __init__(self, most_windows: int = MOST_WINDOWS) -> None:
-        self._most_windows = most_windows
-        self._partial = ""
-        self.revision = 0
+        self._most_windows, self._partial, self.revision = most_windows, "", 0
         self._clear()
 
     def _clear(self) -> None:
         self.records: list[Record] = []
-        self.runs: list[Record] = []
         self.ranks: dict[int, Record] = {}
-        self.epochs: list[Record] = []
-        self.windows: list[Record] = []
-        self.events: list[Record] = []
-        self.end: Record | None = None
+        self._of: dict[str, list[Record]] = {kind: [] for kind in KINDS}
+        self.runs, self.epochs = self._of["run"], self._of["epoch"]
+        self.windows, self.events = self._of["window"], self._of["event"]
         self.settings: dict[str, Any] = {}
-        self.is_training = False
-        self.epoch_samples = 0
+        self.end: Record | None = None
+        self.is_training, self.epoch_samples = False, 0
 
     def feed(self, text: str) -> int:
         """Takes the next piece of the file; a partial last line is kept for later.
@@ -80,37 +77,21 @@ class RunHistory:
     def take(self, record: Record) -> None:
         """Takes a record; unknown kinds are ignored."""
         kind = record["kind"]
-        if kind == "file":
-            version = record.get("version")
-            if record.get("format") != FORMAT or not isinstance(version, int):
-                raise ConfigError(f"expected {FORMAT}, got {record}")
-            if version > VERSION:
-                raise ConfigError(
-                    f"expected {FORMAT} of version {VERSION}, got {version}: read the "
-                    "file with the newer elche that wrote it"
-                )
-        elif kind == "run":
-            self.runs.append(record)
-            self.settings |= record.get("settings", {})
-            self.end, self.is_training = None, False
-        elif kind == "rank":
-            self.ranks[record["rank"]] = record
-            self.settings |= record.get("settings", {})
-        elif kind == "epoch":
-            self.epochs.append(record)
-            self.is_training, self.epoch_samples = True, record.get("done", 0)
-        elif kind == "epoch_end":
-            self.is_training = False
-        elif kind == "window":
-            self.windows.append(record)
-            self.epoch_samples = record["epoch_samples"]
-        elif kind == "event":
-            self.events.append(record)
-        elif kind == "end":
-            self.end, self.is_training = record, False
-        else:
+        if kind not in KINDS:
             return
+        if kind == "file":
+            _check_version(record)
+        if kind == "rank":
+            self.ranks[record["rank"]] = record
+        if kind in ("run", "end"):
+            self.end = record if kind == "end" else None
+        if kind in ("run", "epoch", "epoch_end", "end"):
+            self.is_training = kind == "epoch"
+        if kind in ("epoch", "window"):
+            self.epoch_samples = record.get("epoch_samples") or record.get("done") or 0
+        self.settings |= record.get("settings", {})
         self.records.append(record)
+        self._of[kind].append(record)
         if len(self.windows) > self._most_windows:
             records, self.revision = coarser(self.records), self.revision + 1
             self._clear()
@@ -124,17 +105,17 @@ class RunHistory:
 
     @property
     def epoch_starts(self) -> dict[int, int]:
-        """The run's samples at the begin of each epoch that has windows."""
+        """The run's samples at the begin of each epoch so far, and of the next."""
         starts: dict[int, int] = {}
         for each in self.windows:
             starts.setdefault(each["epoch"], each["samples"] - each["epoch_samples"])
+            starts[each["epoch"] + 1] = each["samples"]
         return starts
 
     def recent(self, span_s: float = 5.0) -> Record | None:
-        """Merges the windows of the last seconds, at least one; None if there is none.
+        """Merges the windows of the last ``span_s``, or the last one if it is longer.
 
-        Args:
-            span_s: least duration that the windows cover, if the run has so many.
+        None before the first window.
         """
         covered_s, first = 0.0, len(self.windows)
         while first and covered_s < span_s:
@@ -144,10 +125,21 @@ class RunHistory:
 
     def scalar(self, name: str, start: int = 0) -> dict[str, list[float]]:
         """Columns ``t``, ``samples`` and ``value`` of a logged value."""
+        found = (w for w in self.windows[start:] if name in w["values"])
+        keys = "t", "samples"
         return columns(
-            {"t": w["t"], "samples": w["samples"], "value": w["values"][name]}
-            for w in self.windows[start:]
-            if name in w["values"]
+            {k: w[k] for k in keys} | {"value": w["values"][name]} for w in found
+        )
+
+
+def _check_version(record: Record) -> None:
+    version = record.get("version")
+    if record.get("format") != FORMAT or not isinstance(version, int):
+        raise ConfigError(f"expected {FORMAT}, got {record}")
+    if version > VERSION:
+        raise ConfigError(
+            f"expected {FORMAT} of version {VERSION}, got {version}: read the file "
+            "with the newer elche that wrote it"
         )
 
 
@@ -157,18 +149,12 @@ def run_row(window: Record) -> dict[str, float]:
     ``device_samples_per_s`` is the sum of what the devices deliver while they do not
     synchronise; ``efficiency`` is the rate over that sum, 0 if it is unknown.
     """
-    duration_s, samples = window["duration_s"], sum(window["rank_samples"])
+    row = {name: window[name] for name in ("t", "samples", "epoch", "duration_s")}
+    samples, duration_s = sum(window["rank_samples"]), window["duration_s"]
     rate = samples / duration_s if duration_s > 0 else 0.0
     most = math.fsum(window.get("device_samples_per_s", ()))
-    return {
-        "t": window["t"],
-        "samples": window["samples"],
-        "epoch": window["epoch"],
-        "duration_s": duration_s,
-        "samples_per_s": rate,
-        "device_samples_per_s": most,
-        "efficiency": rate / most if most > 0 else 0.0,
-    }
+    row |= {"samples_per_s": rate, "device_samples_per_s": most}
+    return row | {"efficiency": rate / most if most > 0 else 0.0}
 
 
 def rank_row(window: Record, rank: int) -> dict[str, float]:
@@ -188,14 +174,10 @@ def rank_row(window: Record, rank: int) -> dict[str, float]:
         name: of(f"{name}_s") / time_s if time_s > 0 else 0.0
         for name in ("busy", "data_wait", "transfer", "sync_wait")
     }
-    return {
-        "t": window["t"],
-        "samples": window["samples"],
-        "samples_per_s": of("device_samples_per_s"),
-        "share": of("rank_samples") / total if total else 0.0,
-        "compute": max(0.0, parts["busy"] - parts["data_wait"] - parts["transfer"]),
-        **parts,
-    }
+    parts["compute"] = max(0.0, parts["busy"] - parts["data_wait"] - parts["transfer"])
+    share = of("rank_samples") / total if total else 0.0
+    row = {"t": window["t"], "samples": window["samples"], "share": share}
+    return row | {"samples_per_s": of("device_samples_per_s")} | parts
 
 
 def columns(rows: Iterable[dict[str, float]]) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.chaos import ChaosConfig, RunAccount, one_run
 from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
+from elche.monitor.run_history import RunHistory
 from tests.harness.waiting import until
 
 pytestmark = pytest.mark.distributed
@@ -78,3 +79,37 @@ def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
     assert process.returncode == 0, errors
     assert output.count("of 2: 800 samples") == 2, output + errors
     assert errors.count("a new one continues the run") == len(killed), errors
+
+
+def test_the_event_file_has_each_record_once(tmp_path: Path) -> None:
+    """The journal's order, though coordinators are killed and read it again."""
+    path = tmp_path / "events.jsonl"
+    command = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
+    command += ["--events", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, str(SCRIPTS / "outlived.py"), "9", "nobody", "sync"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    killed = []
+    for epoch in (0, 1):
+        begun = f'"kind":"epoch","epoch":{epoch}'
+        until(lambda: path.exists() and begun in path.read_text())  # noqa: B023 - now
+        until(lambda: coordinator_pid(process.pid) not in (None, *killed))
+        pid = coordinator_pid(process.pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, errors
+    assert errors.count("a new one continues the run") == 2, errors
+    history = RunHistory()
+    history.feed(path.read_text())
+    assert [each["epoch"] for each in history.epochs] == [0, 1]
+    assert sum(sum(each["rank_samples"]) for each in history.windows) == 800
+    assert history.windows[-1]["samples"] == 800
+    names = sorted((each["name"], each["rank"]) for each in history.events)
+    assert names == [("left", 0), ("left", 1)]
+    assert history.end is not None
+    assert history.end["exit_codes"] == [0, 0]

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections import deque
-from importlib import metadata
+from importlib.metadata import version
 from typing import final
 
 from elche.coordination.protocol.events import Event, Tick
@@ -37,15 +37,12 @@ class RunWatch:
         self._recorder, attempt = EventRecorder(), 0
         if config.events is not None:
             self._file = EventFile(config.events, appends=config.appends_events)
-            history = self._file.history
-            samples = history.windows[-1]["samples"] if history.windows else 0
-            self._recorder = EventRecorder(samples, history.epoch_starts)
-            attempt = len(history.runs)
+            self._recorder = EventRecorder(self._file.history.epoch_starts)
+            attempt = len(self._file.history.runs)
         self.is_needed = bool(self._file or self._viewers or config.trace_path)
-        self._pass({"t": time.time(), **_run_record(config, attempt)})
+        self._pass(_run_record(config, attempt))
         if attempt:
-            text = f"start {attempt + 1} of the run"
-            self._pass({"t": time.time(), **event_record("restart", text)})
+            self._pass(event_record("restart", f"start {attempt + 1} of the run"))
 
     def see(self, message: Event | Instruction) -> None:
         """Records a message; a `Tick` has viewers draw."""
@@ -58,6 +55,7 @@ class RunWatch:
                 self._file.flush()
 
     def _pass(self, record: Record) -> None:
+        record = {"t": time.time(), **record}
         if self._file is not None:
             self._file.add(record)
         if record["kind"] == "event":
@@ -77,9 +75,8 @@ class RunWatch:
 
     def close(self, result: LaunchResult) -> None:
         """Records the end of the run."""
-        codes, reason = list(result.exit_codes), result.reason
-        end = {"kind": "end", "exit_codes": codes, "reason": reason}
-        self._pass({"t": time.time(), **end})
+        end = {"exit_codes": list(result.exit_codes), "reason": result.reason}
+        self._pass({"kind": "end", **end})
         if self._file is not None:
             self._file.close()
 
@@ -87,15 +84,15 @@ class RunWatch:
 def _run_record(config: LaunchConfig, attempt: int) -> Record:
     own = {n: v for n, v in config.environment.items() if n.startswith("ELCHE_")}
     options = {"devices": config.devices, "speeds": config.speeds, **own}
+    versions = {"version": sys.modules["elche"].__version__, "torch": version("torch")}
     return {
         "kind": "run",
         "command": list(config.command) or sys.argv,
-        "policy": config.environment.get("ELCHE_POLICY", ""),
+        "policy": own.get("ELCHE_POLICY", ""),
         "world_size": config.world_size,
         "host": platform.node(),
         "pid": os.getpid(),
-        "version": str(sys.modules["elche"].__version__),
-        "torch": metadata.version("torch"),
+        **versions,
         "settings": {name: value for name, value in options.items() if value},
         "attempt": attempt,
     }

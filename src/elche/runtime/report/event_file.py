@@ -24,18 +24,15 @@ FLUSH_S: Final = 0.25
 
 @final
 class EventFile:
-    """Appends records to a file. A failed write is logged, and ends the writing.
+    """Appends records to ``events.jsonl``. A failed write is logged, and the last.
 
     Args:
-        folder: folder of the file; it is made if it does not exist.
+        folder: its folder, which is made if it does not exist.
         appends: the file may hold records of an earlier start.
         most_bytes: size beyond which older windows are merged.
 
     Attributes:
         history: records of earlier starts.
-
-    Raises:
-        ConfigError: the folder cannot be written to, or holds another run.
     """
 
     def __init__(
@@ -53,20 +50,21 @@ class EventFile:
                 f"{error.strerror}"
             ) from error
         self.history = self._read()
-        if not self.history.records:
-            self.add({"kind": "file", "format": FORMAT, "version": VERSION})
-        elif not appends:
+        if self.history.records and not appends:
             self._file.close()
             raise ConfigError(
-                f"expected a folder without events, got {folder} with those of another "
-                f"run; name another folder, or remove {self._path}"
+                f"expected a folder without events, got {folder} with another run's; "
+                f"name another folder, or remove {self._path}"
             )
+        if not self.history.records:
+            about = {"kind": "file", "format": FORMAT, "version": VERSION}
+            self.add({"t": time.time(), **about})
 
     def _read(self) -> RunHistory:
         history, text = RunHistory(), self._path.read_text(encoding="utf-8")
-        history.feed(text if text.endswith("\n") else text + "\n")
         if text and not text.endswith("\n"):
-            self._file.write(b"\n")  # after a line that a crash cut off
+            self._file.write(b"\n")  # a crash has cut the last line off
+        history.feed(text + "\n")
         return history
 
     def add(self, record: Record) -> None:

@@ -1,0 +1,133 @@
+"""The event file on disk: refused, continued, bounded; and of a run on its launcher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.coordination.protocol.events import Tick
+from elche.errors import ConfigError
+from elche.monitor.event_records import EventRecorder, Record
+from elche.monitor.run_history import RunHistory
+from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
+from elche.runtime.process.run_watch import RunWatch
+from elche.runtime.report.event_file import NAME, EventFile
+from tests.monitor.test_run_history import begin, join, report
+
+
+def window(number: int) -> Record:
+    (record,) = EventRecorder().see(report(0), float(number))
+    return record | {"samples": 100 * number}
+
+
+def read(folder: Path) -> RunHistory:
+    history = RunHistory()
+    history.feed((folder / NAME).read_text())
+    return history
+
+
+def test_it_is_bounded_and_readers_see_another_file(tmp_path: Path) -> None:
+    most_bytes = 20_000
+    file = EventFile(tmp_path, most_bytes=most_bytes)
+    first = (tmp_path / NAME).stat().st_ino
+    for number in range(1000):
+        file.add(window(number))
+        file.flush()
+    file.close()
+    assert (tmp_path / NAME).stat().st_size <= most_bytes
+    assert (tmp_path / NAME).stat().st_ino != first
+    history = read(tmp_path)
+    assert sum(each["duration_s"] for each in history.windows) == 1000.0
+    assert history.windows[-1] == window(999)
+    assert list(tmp_path.iterdir()) == [tmp_path / NAME]
+
+
+def test_events_are_written_at_once_and_windows_together(tmp_path: Path) -> None:
+    file = EventFile(tmp_path)
+    file.add(window(0))
+    file.flush()
+    file.add(window(1))
+    assert len(read(tmp_path).windows) == 1
+    file.add({"kind": "event", "name": "died", "rank": 0, "text": "gone", "t": 0.0})
+    assert len(read(tmp_path).windows) == 2
+    file.close()
+
+
+def test_a_folder_with_another_runs_events_is_refused(tmp_path: Path) -> None:
+    EventFile(tmp_path).close()
+    with pytest.raises(ConfigError, match="a folder without events, got"):
+        EventFile(tmp_path)
+    path = tmp_path / NAME
+    path.write_text(path.read_text() + '{"kind": "epo')  # the host crashed here
+    file = EventFile(tmp_path, appends=True)
+    file.add(window(0))
+    file.close()
+    assert read(tmp_path).windows == [window(0)]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="a folder for events to write to, got"):
+        EventFile(tmp_path / "file")
+
+
+def test_a_full_disk_ends_the_file_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = EventFile(tmp_path)
+    file._file.close()
+    file._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    for number in range(3):
+        file.add(window(number))
+        file.flush()
+    assert caplog.text.count("no more events are written to") == 1
+    file.close()
+
+
+class Viewer:
+    """What a display is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def see(self, record: Record, /) -> None:
+        self.seen.append(record["kind"])
+
+    def draw(self) -> None:
+        self.seen.append("drawn")
+
+
+def start(folder: Path, **options: Any) -> tuple[RunWatch, Viewer]:
+    viewer, command = Viewer(), ("python", "train.py")
+    config = LaunchConfig(
+        command=command, num_ranks=2, events=folder, viewers=(viewer,), **options
+    )
+    return RunWatch(config), viewer
+
+
+def test_two_starts_of_a_run_in_one_file(tmp_path: Path) -> None:
+    failed = LaunchResult((1, 143), "rank 0 failed", (), 0)
+    policy = {"ELCHE_POLICY": "sync", "SECRET": "no"}
+    watch, viewer = start(tmp_path, environment=policy)
+    for message in (join(0), *begin(0), report(0), Tick()):
+        watch.see(message)
+    watch.close(failed)
+    kinds = ["run", "rank", "epoch", "window", "drawn", "end"]
+    assert viewer.seen == kinds
+    watch, _ = start(tmp_path, appends_events=True)
+    for message in (join(0), *begin(0), report(0)):
+        watch.see(message)
+    marks = watch.marks()
+    watch.close(LaunchResult((0, 0), "", (), None))
+    history = read(tmp_path)
+    first, second = history.runs
+    assert first["settings"] == {"ELCHE_POLICY": "sync"}
+    assert (first["policy"], first["world_size"]) == ("sync", 2)
+    assert first["command"] == ["python", "train.py"]
+    assert (first["attempt"], second["attempt"]) == (0, 1)
+    assert history.windows[-1]["samples"] == 100  # of the same epoch, trained again
+    assert [each["text"] for each in history.events] == ["start 2 of the run"]
+    assert [mark.name for mark in marks] == ["restart"]
+    assert history.end is not None
+    assert history.end["exit_codes"] == [0, 0]
+    assert "SECRET" not in json.dumps(history.records)

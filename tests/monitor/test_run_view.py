@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
 )
 from elche.monitor.event_records import EventRecorder, Record
-from elche.monitor.live_run import LiveRun
+from elche.monitor.live_run import LiveRun, ProgressLines
 from elche.monitor.run_history import run_row
 from elche.monitor.run_view import RANKS_SHOWN, RankLine, RunView, rank_table
 
@@ -158,3 +160,30 @@ def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
     assert drawn.rpartition("long")[2].count("epoch 0 (sync)") == 1
     live.close()
     assert screen.getvalue().endswith("\x1b[2K")
+
+
+def test_the_time_left_of_a_run_whose_epochs_are_known() -> None:
+    view = RunView()
+    assert view.head() == "no epoch has begun"
+    known = replace(join(0), settings=(("epochs", "3"),))
+    done = window(1.0, (80, 20), (1.0, 1.0))
+    for record in recorded(EventRecorder(), known, begin(), done):
+        view.see(record)
+    assert view.head().endswith("deliver, 0:09 left in the epoch, 0:29 in the run")
+
+
+def test_a_log_gets_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, said = [0.0], list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    lines = ProgressLines(said.append, every_s=60.0)
+    for record in recorded(EventRecorder(), join(0), begin()):
+        lines.see(record)
+    for now_s[0] in (59.0, 61.0):
+        lines.draw()
+    assert said == []  # no window yet
+    for record in recorded(EventRecorder(), window(1.0, (80, 20), (1.0, 1.0))):
+        lines.see(record)
+    for now_s[0] in (61.0, 90.0, 122.0):
+        lines.draw()
+    assert len(said) == 2
+    assert said[0].startswith("epoch 0 (sync)  100 of 1,000 samples  100/s, ")

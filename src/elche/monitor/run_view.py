@@ -105,18 +105,15 @@ class RunView:
             text += "━" * full + "╌" * (BAR_CELLS - full) + "  "
         text += f"{done:,} of {epoch['samples']:,} samples"
         recent = history.recent()
-        row = run_row(recent) if recent else {"samples_per_s": 0.0}
-        rate = row["samples_per_s"]
-        if rate > 0:
-            text += (
-                f"  {rate:,.0f}/s, {row['efficiency']:.0%} of what the devices deliver"
-            )
-        left = max(0, epoch["samples"] - done)
-        if rate > 0 and history.is_training:
-            text += f", {_clock(left / rate)} left"
-            epochs = (epoch.get("epochs") or 0) - epoch["epoch"] - 1
-            if epochs > 0:
-                run_s = (left + epochs * epoch["samples"]) / rate
+        row = run_row(recent) if recent else {}
+        if not (rate := row.get("samples_per_s")):
+            return text
+        text += f"  {rate:,.0f}/s, {row['efficiency']:.0%} of what the devices deliver"
+        left_s = max(0, epoch["samples"] - done) / rate
+        if history.is_training:
+            text += f", {_clock(left_s)} left"
+            if (later := (epoch.get("epochs") or 0) - epoch["epoch"] - 1) > 0:
+                run_s = left_s + later * epoch["samples"] / rate
                 text += f" in the epoch, {_clock(run_s)} in the run"
         return text
 

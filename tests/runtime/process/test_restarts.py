@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from elche.checkpoint.store import CheckpointStore
 from elche.cli.main import main
 from elche.errors import ConfigError
+from elche.monitor.live_run import ProgressLines
+from elche.monitor.run_history import RunHistory
 from elche.runtime.process import restarts
 from elche.runtime.process.launch_config import (
     LaunchConfig,
@@ -85,6 +87,7 @@ def test_restarts_resume_from_the_newest(
     }
     again = {**told, "ELCHE_RESUME": str(tmp_path)}
     assert [start.environment for start in starts.seen] == [told, again, again]
+    assert [start.appends_events for start in starts.seen] == [False, True, True]
     assert "rank 1 was killed by SIGKILL" in lines[0]
     assert "anew from checkpoint-00000001, restarts left: 4" in lines[0]
     assert "rank 0 ended with code 1 (rank 0 failed: ValueError: bad)" in lines[1]
@@ -231,11 +234,17 @@ def test_processes_are_started_anew(
     script = tmp_path / "script.py"
     script.write_text(DIES)
     lines: list[str] = []
+    command, events = python_command(str(script), str(tmp_path)), tmp_path / "events"
     result = launch_with_restarts(
-        LaunchConfig(command=python_command(str(script), str(tmp_path)), num_ranks=2),
+        LaunchConfig(command=command, num_ranks=2, events=events),
         RestartConfig(max_restarts=2),
         lines.append,
     )
+    history = RunHistory()
+    history.feed((events / "events.jsonl").read_text())
+    assert [run["attempt"] for run in history.runs] == [0, 1, 2]
+    assert history.end is not None
+    assert history.end["exit_codes"] == [0, 0]
     assert result.exit_code == 0
     assert [line.split(",")[0] for line in lines] == [
         "rank 1 was killed by SIGKILL"
@@ -268,11 +277,15 @@ def test_options_of_the_command(
     script = tmp_path / "script.py"
     script.touch()
     words = f"run --nproc 2 --checkpoint-dir {tmp_path}/c --checkpoint-every 30"
-    options = f"{words} --keep 4 --max-restarts 2 {script} --resume"
+    options = f"{words} --keep 4 --max-restarts 2 --events e {script} --resume"
     result = CliRunner().invoke(main, options.split())
     assert result.exit_code == 0, result.output
     assert "elche run: rank 1 was killed by SIGKILL" in result.output
     assert starts.seen[0].command[-1] == "--resume"  # the script's own
+    assert starts.seen[0].events == Path("e")
+    assert not starts.seen[0].appends_events
+    (progress,) = starts.seen[0].viewers  # standard error is no terminal
+    assert isinstance(progress, ProgressLines)
     assert starts.seen[1].environment["ELCHE_CHECKPOINT_EVERY_S"] == "30.0"
     result = CliRunner().invoke(main, ["run", "--resume", str(script)])
     assert result.exit_code == 2

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from elche.monitor.run_history import RunHistory
 from elche.runtime.process.local_ranks import pass_on
 
 pytestmark = pytest.mark.distributed
@@ -63,7 +64,8 @@ def batches_of(path: Path) -> dict[int, list[str]]:
 def test_a_run_that_fails_is_seen_until_then(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     code, written = in_terminal(
-        *("--speeds", "1,0.5", "--trace", str(trace), str(SCRIPT), "raises")
+        *("--speeds", "1,0.5", "--trace", str(trace), "--events", str(tmp_path)),
+        *(str(SCRIPT), "raises"),
     )
     assert code == 1
     assert re.search(r"epoch 0 \(sync\).* of 640 samples", written)
@@ -78,6 +80,16 @@ def test_a_run_that_fails_is_seen_until_then(tmp_path: Path) -> None:
     assert len(found[1]) > 10
     facts = json.loads(trace.read_text())["otherData"]
     assert "as asked" in facts["ended by"]
+    history = RunHistory()
+    history.feed((tmp_path / "events.jsonl").read_text())
+    assert [each["name"] for each in history.events] == ["died", "error"]
+    assert history.events[0]["text"] == "failed: RuntimeError: as asked"
+    assert history.end is not None
+    assert history.end["exit_codes"] == [1, 1]
+    assert (
+        sum(each["ph"] == "i" for each in json.loads(trace.read_text())["traceEvents"])
+        == 2
+    )
 
 
 @pytest.mark.slow

@@ -35,8 +35,10 @@ class ChartRows:
 
     def __init__(self, history: RunHistory, most: int = MOST_ROWS) -> None:
         self.history, self._most = history, most
-        self.version = 0
-        self._clear()
+        self.version, self._least_s, self._seen = 0, LEAST_S, 0
+        self.rows: list[Record] = []
+        self._open: list[Record] = []
+        self._of: tuple[RunHistory | None, int] = None, 0
         self.follow()
 
     def follow(self) -> None:
@@ -55,8 +57,7 @@ class ChartRows:
 
     def _clear(self) -> None:
         self._of = self.history, self.history.revision
-        self.rows: list[Record] = []
-        self._open: list[Record] = []
+        self.rows, self._open = [], []
         self._least_s, self._seen = LEAST_S, 0
         self.version += 1
 

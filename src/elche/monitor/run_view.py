@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elche.monitor.event_records import Record
 from elche.monitor.run_history import RunHistory, rank_row, run_row
 
 VIEWED_WINDOWS = 400
@@ -81,16 +80,12 @@ class RunView:
     Rates cover the last seconds, or the last window if that is longer. Efficiency is
     the run's rate over the sum of the devices' own speeds.
 
-    Args:
-        history: history to show; None for one of its own, fed by `see`.
+    Attributes:
+        history: history of the run, to be fed; a short one by default.
     """
 
     def __init__(self, history: RunHistory | None = None) -> None:
         self.history = history or RunHistory(most_windows=VIEWED_WINDOWS)
-
-    def see(self, record: Record) -> None:
-        """Adds a record to the history."""
-        self.history.take(record)
 
     def head(self, bar: bool = False) -> str:
         """One line: epoch, a bar if asked for, samples, rate, time left."""

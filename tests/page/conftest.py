@@ -75,16 +75,19 @@ class Browser:
         return [each["message"] for each in log if each["level"] in bad]
 
 
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def new_chromium(profile: Path) -> Any:
     options = webdriver.ChromeOptions()
     options.binary_location = "/usr/bin/chromium"
     for flag in FLAGS:
         options.add_argument(f"--{flag}")
-    profile = tmp_path_factory.mktemp("profile")
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+    return webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    driver = new_chromium(tmp_path_factory.mktemp("profile"))
     yield driver
     driver.quit()
 

@@ -21,6 +21,5 @@ def report(folder: Path, output: Path) -> None:
     """Write the report of the run whose events are in RUN_FOLDER; print its words."""
     from elche.monitor.page.report_file import write_report
 
-    for sentence in write_report(folder, output):
-        click.echo(sentence)
+    click.echo("\n".join(write_report(folder, output)))
     click.echo(f"elche report: wrote {output}, {output.stat().st_size / 1e6:.1f} MB")

@@ -169,7 +169,7 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on several devices, one process each."""
     from elche.monitor.page.beside import new_folder, page_beside
-    from elche.monitor.page.report_file import check_report
+    from elche.monitor.page.report_file import check_report, write_report
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
     at, is_shown = options.pop("page_at"), options.pop("page")
@@ -184,20 +184,14 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
             stack.enter_context(page_beside(config.events, at or "", _say))
         result = launch_with_restarts(config, RestartConfig(**options), _say)
     if report and config.events is not None:
-        _write_report(config.events, report)
+        try:
+            write_report(config.events, report)
+            _say(f"report {report}; `elche report {config.events}` writes it again")
+        except (ConfigError, OSError) as error:
+            _say(f"no report: {error}")
     if failure := _failure_line(result, config.world_size):
         _say(failure)
     sys.exit(result.exit_code)
-
-
-def _write_report(folder: Path, output: Path) -> None:
-    from elche.monitor.page.report_file import write_report
-
-    try:
-        write_report(folder, output)
-        _say(f"the report is {output}; `elche report {folder}` writes it again")
-    except (ConfigError, OSError) as error:
-        _say(f"no report: {error}")
 
 
 def _say(line: str) -> None:

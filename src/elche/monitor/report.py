@@ -46,8 +46,8 @@ def time_parts(history: RunHistory, whole: Record) -> dict[str, float]:
     there_s = math.fsum(
         each["duration_s"] * sum(map(bool, each["busy_s"])) for each in history.windows
     )
-    (busy_s,), (sync_wait_s,) = sums["busy_s"], sums["sync_wait_s"]
-    part = (busy_s + sync_wait_s) / max(there_s, busy_s + sync_wait_s, 1e-9)
+    spent_s = math.fsum(sums["busy_s"] + sums["sync_wait_s"])
+    part = spent_s / max(there_s, spent_s, 1e-9)
     parts = {name: part * row[name] for name in PARTS if name != "other"}
     return {**parts, "other": max(0.0, 1.0 - math.fsum(parts.values()))}
 

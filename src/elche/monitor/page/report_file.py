@@ -85,8 +85,8 @@ def _picture(history: RunHistory) -> Any:
     figure.suptitle("\n".join(sentences(history)[1:3]), fontsize=9, wrap=True)
     value, speed = figure.subplots(2, 1, sharex=True)
     name = next(iter(history.scalar_names), "nothing was logged")
-    shown = row_columns(history, ChartRows(history).rows, 0, [name])
-    columns = defaultdict(list, shown)
+    rows = ChartRows(history).rows
+    columns = defaultdict(list, row_columns(history, rows, 0, [name]))
     time_s = [ms / 1000 for ms in columns["time"]]
     value.plot(time_s, columns["value_0"], label=name)
     speed.plot(time_s, columns["samples_per_s"], label="samples/s")

@@ -151,8 +151,10 @@ def test_a_restart_counts_from_its_epochs_begin() -> None:
         history.take(record)
     assert history.epoch_starts == {0: 0, 1: 100, 2: 200}
     recorder = EventRecorder(history.epoch_starts)
-    again = recorded(*begin(1), report(1), recorder=recorder)
-    assert again[-1]["samples"] == 200
+    again = recorded(*begin(1), report(1), report(1), *end(1), recorder=recorder)
+    assert [each["samples"] for each in again if "samples" in each] == [1000, 200, 300]
+    (_, last) = recorded(*begin(2), report(2), recorder=recorder)
+    assert last["samples"] == 400
 
 
 def test_a_file_is_read_in_any_pieces() -> None:

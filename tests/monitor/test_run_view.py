@@ -74,7 +74,7 @@ def window(
 def seen(*messages: object) -> RunView:
     view = RunView()
     for record in recorded(EventRecorder(), join(0), join(1), *messages):
-        view.see(record)
+        view.history.take(record)
     return view
 
 
@@ -114,7 +114,7 @@ def test_rates_are_of_the_last_seconds(windows: list[Window]) -> None:
     view, recorder, recent = RunView(), EventRecorder(), list[Window]()
     for duration_s, samples in windows:
         message = window(duration_s, samples, (duration_s, duration_s))
-        view.see(*recorded(recorder, message))
+        view.history.take(*recorded(recorder, message))
         recent.append((duration_s, samples))
         while sum(each[0] for each in recent[1:]) >= 5.0:
             del recent[0]
@@ -148,11 +148,12 @@ def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
     console = Console(file=screen, force_terminal=True, width=100, color_system=None)
     live = LiveRun(console)
     joined, begun = recorded(EventRecorder(), join(0), begin())
-    live.see(joined)
-    live.draw()
+    view = RunView()
+    view.history.take(joined)
+    live.draw(view)
     assert screen.getvalue() == ""
-    live.see(begun)
-    live.draw()
+    view.history.take(begun)
+    live.draw(view)
     assert screen.getvalue().count("epoch 0 (sync)") == 1
     live.print_line("[bold] " + "long " * 40)
     drawn = screen.getvalue()
@@ -168,7 +169,7 @@ def test_the_time_left_of_a_run_whose_epochs_are_known() -> None:
     known = replace(join(0), settings=(("epochs", "3"),))
     done = window(1.0, (80, 20), (1.0, 1.0))
     for record in recorded(EventRecorder(), known, begin(), done):
-        view.see(record)
+        view.history.take(record)
     assert view.head().endswith("deliver, 0:09 left in the epoch, 0:29 in the run")
 
 
@@ -176,14 +177,15 @@ def test_a_log_gets_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None
     now_s, said = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     lines = ProgressLines(said.append, every_s=60.0)
+    view = RunView()
     for record in recorded(EventRecorder(), join(0), begin()):
-        lines.see(record)
+        view.history.take(record)
     for now_s[0] in (59.0, 61.0):
-        lines.draw()
+        lines.draw(view)
     assert said == []  # no window yet
     for record in recorded(EventRecorder(), window(1.0, (80, 20), (1.0, 1.0))):
-        lines.see(record)
+        view.history.take(record)
     for now_s[0] in (61.0, 90.0, 122.0):
-        lines.draw()
+        lines.draw(view)
     assert len(said) == 2
     assert said[0].startswith("epoch 0 (sync)  100 of 1,000 samples  100/s, ")

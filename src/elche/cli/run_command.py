@@ -219,7 +219,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
         story_path=story,
         trace_path=trace,
         display=None if is_quiet else _display(),
-        viewers=() if is_quiet or sys.stderr.isatty() else (ProgressLines(_say),),
+        on_view=None if is_quiet or sys.stderr.isatty() else ProgressLines(_say).draw,
         events=events,
         appends_events=options["resume"],
         rejoin=options.pop("rejoin"),

@@ -126,8 +126,8 @@ class EventRecorder:
             return []  # the same instruction to another rank
         self._is_training, self._excluded = True, frozenset()
         if begin.epoch != self._epoch:  # else the rest of an epoch that was cut
-            self._samples = self._starts.setdefault(begin.epoch, self._samples)
-            self._epoch, self._epoch_samples = begin.epoch, 0
+            self._samples = self._starts.get(begin.epoch, self._samples)
+            self._epoch, self._epoch_samples, self._starts = begin.epoch, 0, {}
         total = self._epoch_samples + sum(size * count for size, count in begin.sizes)
         record = {"kind": "epoch", "epoch": begin.epoch, "policy": begin.policy}
         record |= {"samples": total, "done": self._epoch_samples}

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from elche.monitor.event_records import Record
 from elche.monitor.run_view import RunView
 
 
@@ -27,7 +26,6 @@ class LiveRun:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._view = RunView()
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -36,15 +34,11 @@ class LiveRun:
             redirect_stderr=False,
         )
 
-    def see(self, record: Record) -> None:
-        """Adds a record of the run."""
-        self._view.see(record)
-
-    def draw(self) -> None:
+    def draw(self, view: RunView) -> None:
         """Redraws the view, from the first epoch on."""
-        if self._view.history.epochs:
+        if view.history.epochs:
             self._live.start()
-            text = "\n".join(self._view.lines())
+            text = "\n".join(view.lines())
             shown = Text(text, no_wrap=True, overflow="ellipsis")
             self._live.update(shown, refresh=True)
 
@@ -70,19 +64,14 @@ class ProgressLines:
 
     def __init__(self, say: Callable[[str], None], every_s: float = 180.0) -> None:
         self._say, self._every_s = say, every_s
-        self._view = RunView()
         self._said_s = time.monotonic()
 
-    def see(self, record: Record) -> None:
-        """Adds a record of the run."""
-        self._view.see(record)
-
-    def draw(self) -> None:
+    def draw(self, view: RunView) -> None:
         """Prints the line, if it is due and an epoch has begun."""
         now_s = time.monotonic()
-        if self._view.history.windows and now_s - self._said_s >= self._every_s:
+        if view.history.windows and now_s - self._said_s >= self._every_s:
             self._said_s = now_s
-            self._say(self._view.head())
+            self._say(view.head())
 
 
 def open_display() -> LiveRun | None:

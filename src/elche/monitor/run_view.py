@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elche.monitor.event_records import Record
 from elche.monitor.run_history import RunHistory, rank_row, run_row
 
 VIEWED_WINDOWS = 400
@@ -81,16 +80,12 @@ class RunView:
     Rates cover the last seconds, or the last window if that is longer. Efficiency is
     the run's rate over the sum of the devices' own speeds.
 
-    Args:
-        history: history to show; None for one of its own, fed by `see`.
+    Attributes:
+        history: history of the run, to be fed; a short one by default.
     """
 
     def __init__(self, history: RunHistory | None = None) -> None:
         self.history = history or RunHistory(most_windows=VIEWED_WINDOWS)
-
-    def see(self, record: Record) -> None:
-        """Adds a record to the history."""
-        self.history.take(record)
 
     def head(self, bar: bool = False) -> str:
         """One line: epoch, a bar if asked for, samples, rate, time left."""
@@ -111,10 +106,10 @@ class RunView:
         text += f"  {rate:,.0f}/s, {row['efficiency']:.0%} of what the devices deliver"
         left_s = max(0, epoch["samples"] - done) / rate
         if history.is_training:
-            text += f", {_clock(left_s)} left"
+            text += f", {clock(left_s)} left"
             if (later := (epoch.get("epochs") or 0) - epoch["epoch"] - 1) > 0:
                 run_s = left_s + later * epoch["samples"] / rate
-                text += f" in the epoch, {_clock(run_s)} in the run"
+                text += f" in the epoch, {clock(run_s)} in the run"
         return text
 
     def lines(self) -> list[str]:
@@ -135,7 +130,7 @@ class RunView:
         return [self.head(bar=True), *rank_table(ranks)]
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Formats seconds like 0:05 and 2:03:04."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from elche.checkpoint.store import CheckpointStore
 from elche.cli.main import main
 from elche.errors import ConfigError
-from elche.monitor.live_run import ProgressLines
 from elche.monitor.run_history import RunHistory
 from elche.runtime.process import restarts
 from elche.runtime.process.launch_config import (
@@ -284,8 +283,7 @@ def test_options_of_the_command(
     assert starts.seen[0].command[-1] == "--resume"  # the script's own
     assert starts.seen[0].events == Path("e")
     assert not starts.seen[0].appends_events
-    (progress,) = starts.seen[0].viewers  # standard error is no terminal
-    assert isinstance(progress, ProgressLines)
+    assert starts.seen[0].on_view is not None  # standard error is no terminal
     assert starts.seen[1].environment["ELCHE_CHECKPOINT_EVERY_S"] == "30.0"
     result = CliRunner().invoke(main, ["run", "--resume", str(script)])
     assert result.exit_code == 2

@@ -12,9 +12,10 @@ from elche.coordination.protocol.events import Tick
 from elche.errors import ConfigError
 from elche.monitor.event_records import EventRecorder, Record
 from elche.monitor.run_history import RunHistory
+from elche.monitor.run_view import RunView
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
-from elche.runtime.process.run_watch import RunWatch
 from elche.runtime.report.event_file import NAME, EventFile
+from elche.runtime.report.run_watch import RunWatch
 from tests.monitor.test_run_history import begin, join, report
 
 
@@ -84,37 +85,24 @@ def test_a_full_disk_ends_the_file_and_not_the_run(
     file.close()
 
 
-class Viewer:
-    """What a display is shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def see(self, record: Record, /) -> None:
-        self.seen.append(record["kind"])
-
-    def draw(self) -> None:
-        self.seen.append("drawn")
-
-
-def start(folder: Path, **options: Any) -> tuple[RunWatch, Viewer]:
-    viewer, command = Viewer(), ("python", "train.py")
-    config = LaunchConfig(
-        command=command, num_ranks=2, events=folder, viewers=(viewer,), **options
+def start(folder: Path, **options: Any) -> RunWatch:
+    command = "python", "train.py"
+    return RunWatch(
+        LaunchConfig(command=command, num_ranks=2, events=folder, **options)
     )
-    return RunWatch(config), viewer
 
 
 def test_two_starts_of_a_run_in_one_file(tmp_path: Path) -> None:
     failed = LaunchResult((1, 143), "rank 0 failed", (), 0)
     policy = {"ELCHE_POLICY": "sync", "SECRET": "no"}
-    watch, viewer = start(tmp_path, environment=policy)
+    drawn: list[RunView] = []
+    watch = start(tmp_path, environment=policy, on_view=drawn.append)
     for message in (join(0), *begin(0), report(0), Tick()):
         watch.see(message)
+    (view,) = drawn
+    assert view.history.windows[-1]["samples"] == 100
     watch.close(failed)
-    kinds = ["run", "rank", "epoch", "window", "drawn", "end"]
-    assert viewer.seen == kinds
-    watch, _ = start(tmp_path, appends_events=True)
+    watch = start(tmp_path, appends_events=True)
     for message in (join(0), *begin(0), report(0)):
         watch.see(message)
     marks = watch.marks()

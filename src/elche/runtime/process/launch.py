@@ -13,21 +13,20 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
 from elche.comm.control.key_file import KEY_BYTES
 from elche.comm.transport.torch_store import TorchStore
-from elche.monitor.trace import Span
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.process.launchers import LaunchFacts, rank_environment
 from elche.runtime.process.local_ranks import LocalRanks
 from elche.runtime.process.rank_processes import RankProcesses
-from elche.runtime.process.run_watch import RunWatch
 from elche.runtime.report.files import write_story
+from elche.runtime.report.run_watch import RunWatch
 from elche.runtime.report.timeline import TRACE, join_parts
 
 
@@ -115,9 +114,17 @@ class LaunchedRun:
         if config.story_path is not None:
             write_story(config.story_path, story)
         if config.trace_path is not None and self._parts is not None:
-            codes = self.processes.exit_codes()
-            marks = self._watch.marks()
-            _write_trace(config.trace_path, Path(self._parts), server, codes, marks)
+            self._write_trace(config.trace_path, Path(self._parts))
+
+    def _write_trace(self, path: Path, parts: Path) -> None:
+        server, codes = self._server, self.processes.exit_codes()
+        names = {rank: f"rank {rank}" for rank in range(len(codes))}
+        names |= {rank: f"rank {rank}: {name}" for rank, name in server.status.devices}
+        facts: dict[str, Any] = {"exit codes": list(codes)}
+        if any(codes):
+            facts["ended by"] = server.aborted
+        join_parts(parts, path, names, facts, self._watch.marks())
+        shutil.rmtree(parts, ignore_errors=True)
 
     def result(self) -> LaunchResult:
         """Result of the run, which has ended."""
@@ -172,19 +179,3 @@ async def _launch(
     finally:
         await run.close()
     return run.result()
-
-
-def _write_trace(
-    path: Path,
-    parts: Path,
-    server: KeptCoordinator,
-    codes: Sequence[int],
-    marks: Sequence[Span],
-) -> None:
-    names = {rank: f"rank {rank}" for rank in range(len(codes))}
-    names |= {rank: f"rank {rank}: {name}" for rank, name in server.status.devices}
-    facts: dict[str, Any] = {"exit codes": list(codes)}
-    if any(codes):
-        facts["ended by"] = server.aborted
-    join_parts(parts, path, names, facts, marks)
-    shutil.rmtree(parts, ignore_errors=True)

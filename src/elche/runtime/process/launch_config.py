@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elche.errors import ConfigError
-from elche.monitor.event_records import Record
+from elche.monitor.run_view import RunView
 from elche.runtime.process.rank_processes import RankProcess
 
 
@@ -62,18 +62,11 @@ class RankBackend(Protocol):
         """Reads the ranks' remaining output, and releases all resources."""
 
 
-class RunViewer(Protocol):
-    """Shows a run by its records."""
-
-    def see(self, record: Record, /) -> None:
-        """Adds a record."""
-
-    def draw(self) -> None:
-        """Shows the run; called twice a second."""
-
-
-class Display(RunViewer, Protocol):
+class Display(Protocol):
     """Shows a run, and prints its ranks' output so that no line is torn."""
+
+    def draw(self, view: RunView) -> None:
+        """Shows the run; called twice a second."""
 
     def print_line(self, line: str) -> None:
         """Prints a line of a rank."""
@@ -102,7 +95,7 @@ class LaunchConfig:
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
         display: shows the run, and the ranks' output, on this terminal.
-        viewers: further viewers of the run.
+        on_view: called with the view of the run twice a second.
         events: folder of the run's event file.
         appends_events: the folder may hold the events of an earlier start.
         rejoin: most replacements of dead ranks, which join the run.
@@ -122,7 +115,7 @@ class LaunchConfig:
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
     display: Display | None = None
-    viewers: tuple[RunViewer, ...] = ()
+    on_view: Callable[[RunView], None] | None = None
     events: Path | None = None
     appends_events: bool = False
     rejoin: int = 0

@@ -114,14 +114,10 @@ def launch_with_restarts(
         _check_folder(folder, newest, restarts)
     for number in range(restarts.max_restarts + 1):
         own, begun_s = restarts.environment(number > 0), time.monotonic()
-        result = launch(
-            replace(
-                config,
-                environment={**config.environment, **own},
-                appends_events=config.appends_events or number > 0,
-            ),
-            on_ready,
-        )
+        own, appends = {**config.environment, **own}, number > 0
+        appends |= config.appends_events
+        start = replace(config, environment=own, appends_events=appends)
+        result = launch(start, on_ready)
         left = restarts.max_restarts - number
         if not result.exit_code or result.signal or not left:
             break

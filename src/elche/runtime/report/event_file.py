@@ -43,13 +43,13 @@ class EventFile:
         self._flushed_s, self._is_broken = 0.0, False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b", buffering=0)
+            self._file = self._path.open("ab", buffering=0)
+            self.history = self._read()
         except OSError as error:
             raise ConfigError(
                 f"expected a folder for events to write to, got {folder}: "
                 f"{error.strerror}"
             ) from error
-        self.history = self._read()
         if self.history.records and not appends:
             self._file.close()
             raise ConfigError(
@@ -61,7 +61,7 @@ class EventFile:
             self.add({"t": time.time(), **about})
 
     def _read(self) -> RunHistory:
-        history, text = RunHistory(), self._path.read_text(encoding="utf-8")
+        history, text = RunHistory(), self._path.read_text("utf-8", "replace")
         if text and not text.endswith("\n"):
             self._file.write(b"\n")  # a crash has cut the last line off
         history.feed(text + "\n")
@@ -84,7 +84,7 @@ class EventFile:
             self._file.write(text.encode())
             if self._file.tell() > self._most_bytes:
                 self._shrink()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._is_broken = True
             logger.warning("no more events are written to %s: %s", self._path, error)
 

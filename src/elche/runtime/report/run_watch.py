@@ -6,13 +6,13 @@ import os
 import platform
 import sys
 import time
-from collections import deque
 from importlib.metadata import version
 from typing import final
 
 from elche.coordination.protocol.events import Event, Tick
 from elche.coordination.protocol.instructions import Instruction
 from elche.monitor.event_records import EventRecorder, Record, event_record
+from elche.monitor.run_view import RunView
 from elche.monitor.trace import EVENT, Span
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.report.event_file import EventFile
@@ -30,27 +30,28 @@ class RunWatch:
     """
 
     def __init__(self, config: LaunchConfig) -> None:
-        display = () if config.display is None else (config.display,)
-        self._viewers = (*config.viewers, *display)
-        self._marks: deque[Record] = deque(maxlen=1000)
+        self._view = RunView()
+        self._draws = [config.on_view] if config.on_view else []
+        if config.display is not None:
+            self._draws.append(config.display.draw)
         self._file: EventFile | None = None
         self._recorder, attempt = EventRecorder(), 0
         if config.events is not None:
             self._file = EventFile(config.events, appends=config.appends_events)
             self._recorder = EventRecorder(self._file.history.epoch_starts)
             attempt = len(self._file.history.runs)
-        self.is_needed = bool(self._file or self._viewers or config.trace_path)
+        self.is_needed = bool(self._file or self._draws or config.trace_path)
         self._pass(_run_record(config, attempt))
         if attempt:
             self._pass(event_record("restart", f"start {attempt + 1} of the run"))
 
     def see(self, message: Event | Instruction) -> None:
-        """Records a message; a `Tick` has viewers draw."""
+        """Records a message; a `Tick` has the run drawn."""
         for record in self._recorder.see(message, time.time()):
             self._pass(record)
         if isinstance(message, Tick):
-            for viewer in self._viewers:
-                viewer.draw()
+            for draw in self._draws:
+                draw(self._view)
             if self._file is not None:
                 self._file.flush()
 
@@ -58,10 +59,7 @@ class RunWatch:
         record = {"t": time.time(), **record}
         if self._file is not None:
             self._file.add(record)
-        if record["kind"] == "event":
-            self._marks.append(record)
-        for viewer in self._viewers:
-            viewer.see(record)
+        self._view.history.take(record)
 
     def marks(self) -> list[Span]:
         """Events as marks of a timeline, whose clock is the monotonic one."""
@@ -70,7 +68,7 @@ class RunWatch:
             Span(
                 each["rank"] or 0, each["name"], EVENT, each["t"] + offset_s, 0.0, each
             )
-            for each in self._marks
+            for each in self._view.history.events
         ]
 
     def close(self, result: LaunchResult) -> None:

@@ -113,10 +113,10 @@ def test_head_line_says_where_the_run_is() -> None:
     assert "has not begun" in head_html(RunHistory(), START_S)
     history = history_of(windows=10)
     text = head_html(history, START_S + 10)
-    assert "Epoch 0 of 2" in text
-    assert "1,200 of 1,200 samples, 120/s, 80% of what" in text
-    assert "0:00:10 to the end of the run" in text
-    assert "last record 0:01:00 ago" in head_html(history, START_S + 70)
+    assert "The run is training" in text
+    assert "epoch 0 (sync)  1,200 of 1,200 samples  120/s, 80% of what" in text
+    assert "0:10 in the run" in text
+    assert "last record 1:00 ago" in head_html(history, START_S + 70)
     history.take({"t": START_S, "kind": "end", "exit_codes": [1], "reason": "oops"})
     assert "has failed" in head_html(history, START_S)
     assert "oops" in head_html(history, START_S)

@@ -12,6 +12,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
+from tests.harness import leaks
 from tests.harness.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +21,16 @@ FLAGS = (
     *("disable-background-networking", "disable-component-update", "disable-sync"),
     *("hide-scrollbars", "disable-dev-shm-usage"),
 )
+DRIVERS: set[int] = set()
+"""Processes whose browsers may outlast a test."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = leaks.snapshot(DRIVERS)
+    yield
+    left = leaks.leaks_since(before, 60.0, lambda: DRIVERS)
+    assert not left, "the test left behind:\n" + "\n".join(left)
 
 
 class Browser:
@@ -75,19 +86,17 @@ class Browser:
         return [each["message"] for each in log if each["level"] in bad]
 
 
-def new_chromium(profile: Path) -> Any:
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = "/usr/bin/chromium"
     for flag in FLAGS:
         options.add_argument(f"--{flag}")
+    profile = tmp_path_factory.mktemp("profile")
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
-
-
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    driver = new_chromium(tmp_path_factory.mktemp("profile"))
+    driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+    DRIVERS.add(driver.service.process.pid)
     yield driver
     driver.quit()
 

@@ -188,6 +188,7 @@ class RunCharts:
         options |= {"tools": "xbox_zoom,reset", "active_drag": None}
         size = {"height": HEIGHT_PX, "min_border_left": 56}
         plot = figure(sizing_mode="stretch_width", **size, **options)
+        plot.xaxis.ticker.desired_num_ticks = 4
         plot.toolbar.logo, plot.toolbar.autohide = None, True
         return plot
 

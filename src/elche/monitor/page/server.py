@@ -32,8 +32,8 @@ from elche.errors import ConfigError
 from elche.monitor.page.charts import THEMES, RunCharts, style_sheet
 from elche.monitor.page.rows import ChartRows
 from elche.monitor.run_history import RunHistory
+from elche.runtime.report.event_file import NAME
 
-EVENTS: Final = "events.jsonl"
 READ_MS: Final = 500
 """Time (ms) between two reads of the file, and between two updates of a browser."""
 MOST_SESSIONS: Final = 32
@@ -77,7 +77,7 @@ class EventTail:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / EVENTS
+        self._path = folder / NAME
         self._inode, self._read_bytes = 0, 0
         self.rows = ChartRows(RunHistory())
 

@@ -9,7 +9,8 @@ from typing import Final
 
 from elche.monitor.event_records import Record
 from elche.monitor.page.rows import event_text, start_s
-from elche.monitor.run_history import RunHistory, rank_row, run_row
+from elche.monitor.run_history import RunHistory, rank_row
+from elche.monitor.run_view import RunView, clock
 
 RANKS_LISTED: Final = 64
 EVENTS_LISTED: Final = 200
@@ -25,12 +26,19 @@ def head_html(history: RunHistory, now_s: float) -> str:
         history: the run so far.
         now_s: Unix time.
     """
-    name, figures, done = _progress(history, now_s)
+    name, done = _state(history), 0.0
+    if history.epochs:
+        total = history.epochs[-1]["samples"]
+        done = min(1.0, history.epoch_samples / total) if total else 0.0
+    figures = RunView(history).head() if history.records else "waiting for its events"
+    if history.end is not None:
+        figures += f"; exit codes {history.end['exit_codes']} {history.end['reason']}"
+    elif history.records and (age_s := now_s - history.records[-1]["t"]) > SILENT_S:
+        figures += f"; last record {clock(age_s)} ago"
     run = history.runs[-1] if history.runs else {}
     facts = {
         "command": shlex.join(map(str, run.get("command", ()))),
         "host": f"{run.get('host', '')}, process {run.get('pid', '')}",
-        "policy": history.epochs[-1]["policy"] if history.epochs else "",
         "settings": ", ".join(f"{k} {v}" for k, v in sorted(history.settings.items())),
     }
     terms = (f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in facts.items() if v and run)
@@ -61,38 +69,13 @@ def events_html(history: RunHistory) -> str:
     return _table(f"Events: {len(history.events)}", ("time", "event"), rows)
 
 
-def clock(seconds: float) -> str:
-    """Formats seconds like 0:00:05."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def _progress(history: RunHistory, now_s: float) -> tuple[str, str, float]:
-    """Returns the state, the figures and the fraction that is done."""
-    if not history.epochs or history.end:
-        name = "Ranks are starting" if history.records else "The run has not begun"
-        if history.end:
-            failed = any(history.end.get("exit_codes", ()))
-            name = "The run has failed" if failed else "The run has ended"
-        reason = (history.end or {}).get("reason", "")
-        return name, reason or f"{history.epoch_samples:,} samples", float(not reason)
-    epoch, done = history.epochs[-1], history.epoch_samples
-    total, epochs = epoch["samples"], epoch.get("epochs")
-    figures = [f"{done:,} of {total:,} samples"]
-    if window := history.recent():
-        row = run_row(window)
-        rate, part = row["samples_per_s"], row["efficiency"]
-        figures.append(f"{rate:,.0f}/s, {part:.0%} of what the devices deliver")
-        left = total - done + total * max(0, (epochs or 0) - 1 - epoch["epoch"])
-        if rate > 0:
-            of = "run" if epochs else "epoch"
-            figures.append(f"{clock(left / rate)} to the end of the {of}")
-    silent_s = now_s - history.records[-1]["t"]
-    if silent_s > SILENT_S:
-        figures.append(f"last record {clock(silent_s)} ago")
-    count = f" of {epochs}, from 0" if epochs else ""
-    done_part = min(1.0, done / total) if total else 0.0
-    return f"Epoch {epoch['epoch']}{count}", ", ".join(figures), done_part
+def _state(history: RunHistory) -> str:
+    if history.end is not None:
+        has_failed = any(history.end["exit_codes"])
+        return "The run has failed" if has_failed else "The run has ended"
+    if not history.records:
+        return "The run has not begun"
+    return "The run is training" if history.epochs else "The ranks are starting"
 
 
 def _table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

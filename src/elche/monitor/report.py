@@ -107,11 +107,11 @@ def _how_much(history: RunHistory, whole: Record) -> list[str]:
 
 
 def _changes(history: RunHistory) -> list[str]:
-    """Deaths, exclusions and errors, with their time."""
+    """Deaths and errors, with their time."""
     found = [
         f"At {clock(each['t'] - start_s(history))} {event_text(each)}."
         for each in history.events
-        if each["name"] in ("died", "excluded", "error")
+        if each["name"] in ("died", "error")
     ]
     more = [f"{len(found) - NAMED} more are among the events."] * (len(found) > NAMED)
     return [*found[:NAMED], *more]

@@ -153,8 +153,9 @@ def test_a_run_writes_its_report(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_run(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')")
     words = ["run", "--report", str(tmp_path / "r.pdf"), str(script)]

@@ -9,8 +9,8 @@ from typing import Final
 
 from elche.monitor.event_records import RANK_FIELDS, Record, merged
 from elche.monitor.page.rows import event_text, start_s
-from elche.monitor.page.words import clock
 from elche.monitor.run_history import RunHistory, rank_row, run_row
+from elche.monitor.run_view import clock
 
 PARTS: Final = {
     "compute": "computing",

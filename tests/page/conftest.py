@@ -49,10 +49,13 @@ class Browser:
 
     def column(self, source: str, name: str) -> list[Any]:
         """A column of a chart's data; [] before there is one."""
-        script = (
-            "const source = Bokeh.documents[0].get_model_by_name(arguments[0])\n"
-            "return source ? Array.from(source.data[arguments[1]]) : []"
-        )
+        # While charts are replaced, two models have the name.
+        script = """
+            try {
+                const source = Bokeh.documents[0].get_model_by_name(arguments[0])
+                return source ? Array.from(source.data[arguments[1]]) : []
+            } catch { return [] }
+        """
         return list(self.driver.execute_script(script, source, name))
 
     def text(self, name: str) -> str:

@@ -35,7 +35,6 @@ from elche.monitor.page.rows import (
     row_columns,
 )
 from elche.monitor.page.words import EVENTS_LISTED, events_html, head_html, ranks_html
-from elche.monitor.run_history import RunHistory
 
 RANKS_SHOWN: Final = 16
 SCALARS_SHOWN: Final = 8
@@ -101,7 +100,11 @@ class RunCharts:
         blocks = [self._head, self._charts, self._ranks, self._list]
         self.layout: Column = column(blocks, sizing_mode="stretch_width")
         self.layout.styles = {"background": INK[theme][1]}
+        self._source = ColumnDataSource(name="rows")
+        self._events = ColumnDataSource(name="events")
+        self._bars = ColumnDataSource(name="bars")
         self._shape: object = None
+        self._version: object = None
         self.update(now_s)
 
     def update(self, now_s: float) -> None:
@@ -114,21 +117,20 @@ class RunCharts:
         names = history.scalar_names[:SCALARS_SHOWN]
         if not rows.rows:
             return
-        if self._shape != (rows.version, ranks, names):
-            self._shape, self._drawn = (rows.version, ranks, names), len(rows.rows)
-            data = row_columns(history, rows.rows, ranks, names)
-            self._draw(ColumnDataSource(data, name="rows"), ranks, names)
+        if self._version != (rows.version, ranks, names):
+            self._version, self._drawn = (rows.version, ranks, names), len(rows.rows)
+            self._source.data = row_columns(history, rows.rows, ranks, names)
         elif new := rows.rows[self._drawn :]:
             self._drawn += len(new)
             self._source.stream(row_columns(history, new, ranks, names))
         self._events.data = event_columns(history, EVENTS_LISTED)
         self._bars.data = bar_columns(history, ranks)
+        if self._shape != (ranks, names):
+            self._shape = ranks, names
+            self._draw(ranks, names)
 
-    def _draw(self, source: ColumnDataSource, ranks: int, names: list[str]) -> None:
+    def _draw(self, ranks: int, names: list[str]) -> None:
         """Builds the figures for the ranks and scalars that are known now."""
-        self._source = source
-        self._events = ColumnDataSource({"time": [], "samples": [], "text": []})
-        self._events.name = "events"
         self._x = DataRange1d(range_padding=0.02)
         scalars = [
             self._lines(name, {f"value_{number}": name}, "0.[0000]")
@@ -175,7 +177,6 @@ class RunCharts:
         names = FactorRange(factors=[str(rank) for rank in reversed(range(ranks))])
         plot = self._figure(x_range=Range1d(-SPAN_S, 0), y_range=names)
         plot.xaxis.axis_label = "seconds before the newest window"
-        self._bars = ColumnDataSource(bar_columns(RunHistory(), 0), name="bars")
         fill = factor_cmap("part", PART_COLOURS, PARTS)
         bars = {"y": "rank", "left": "left", "right": "end", "source": self._bars}
         plot.hbar(**bars, height=0.7, line_color=None, fill_color=fill)
@@ -188,7 +189,7 @@ class RunCharts:
         options |= {"tools": "xbox_zoom,reset", "active_drag": None}
         size = {"height": HEIGHT_PX, "min_border_left": 56}
         plot = figure(sizing_mode="stretch_width", **size, **options)
-        plot.xaxis.ticker.desired_num_ticks = 4
+        plot.xaxis.ticker.desired_num_ticks = 3
         plot.toolbar.logo, plot.toolbar.autohide = None, True
         return plot
 

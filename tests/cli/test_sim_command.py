@@ -137,3 +137,9 @@ def test_a_story_of_nothing_is_a_usage_error(tmp_path: Path, wanted: str) -> Non
     result = simulate(tmp_path, CLUSTER, "--story", wanted)
     assert result.exit_code == 2
     assert "expected --story all, rank:1, lease:12" in result.output
+
+
+def test_a_story_of_no_rank_is_a_usage_error(tmp_path: Path) -> None:
+    result = simulate(tmp_path, CLUSTER, "--story", "rank:9")
+    assert result.exit_code == 2
+    assert "--story rank:9: there is no rank 9; ranks are 0 to" in result.output

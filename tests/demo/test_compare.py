@@ -57,10 +57,10 @@ def test_overrun_is_that_of_the_worst_rank() -> None:
 
 
 def test_disturbance_is_overrun_or_waiting_for_a_core_of_the_worst_rank() -> None:
-    starved = rank_result(samples=1000, rate=100, starved_s=2.0)
-    run = run_of("x", rank_result(overrun_s=0.5), starved)
-    assert run.disturbance == pytest.approx(0.2)
-    assert run_of("x", rank_result(overrun_s=0.5)).disturbance == pytest.approx(0.05)
+    starved = rank_result(100.0, starved_s=2.0)  # of 10 s
+    overrun = rank_result(100.0, overrun_s=1.0, nominal_s=5.0)
+    assert run_of("x", overrun, starved).disturbance == pytest.approx(0.2)
+    assert run_of("x", rank_result(), overrun).disturbance == pytest.approx(0.1)
     assert starved_total_s() >= 0.0
 
 

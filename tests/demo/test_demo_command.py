@@ -117,7 +117,7 @@ def test_a_disturbed_run_gets_no_verdict(planted: dict[str, float]) -> None:
     rows = {row.name: row for row in outcome.table}
     auto, sync = rows["elche-auto"], rows["elche-sync"]
     assert outcome.disturbed == {"elche-auto"}
-    assert outcome.headline == outcome.warning
+    assert outcome.headline.startswith("DISTURBED by a busy machine, twice:\n")
     assert re.match(r"DISTURBED .* twice: elche-auto \(\d+%\)", outcome.warning)
     assert auto.note == "DISTURBED, both devices"
     assert (auto.gain, auto.efficiency, auto.time_to_loss_s) == (None, None, None)
@@ -148,82 +148,59 @@ def test_a_slow_device_alone_may_stop_early() -> None:
     assert row.note == "a device, stopped early"
 
 
-@pytest.mark.parametrize(
-    ("second", "shares", "warned"), [(0.0, 0.0, False), (9.0, 0.2, True)]
-)
+@pytest.mark.parametrize(("second_s", "share"), [(0.0, 0.0), (9.0, 0.2)])
 def test_a_disturbed_run_is_repeated_once(
-    second: float,
-    shares: float,
-    warned: bool,
-    tmp_path: Path,
+    second_s: float,
+    share: float,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun: list[str] = []
-    now_s = 0.0
 
-    def run(name: str, spec: object, devices: object, show: Any, trace: object) -> Any:
-        nonlocal now_s
-        now_s += 30.0
+    def run(name: str, spec: Any, devices: Any, show: Any, trace: Any) -> ContenderRun:
+        begun.append(name)
         show(1, 32)
         show(0, 8000)
-        starved = {"ddp": 2.0, "again": second}
-        key = "again" if name in begun else name
-        begun.append(name)
-        return run_of(name, *[rank_result(100.0, starved_s=starved.get(key, 0.0))] * 2)
+        starved_s = {"ddp": 2.0 if begun.count(name) == 1 else second_s}.get(name, 0.0)
+        return run_of(name, *[rank_result(100.0, starved_s=starved_s)] * 2)
 
     monkeypatch.setattr(demo, "run_contender", run)
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    monkeypatch.setattr("time.monotonic", lambda: 30.0 * len(begun))
     caplog.set_level(logging.INFO, "elche.monitor.progress")
-    config = DemoConfig(out=tmp_path)
+    config = DemoConfig(out=Path())
     with TaskProgress() as progress:
         runs = run_contenders(config, EMULATED, (800.0, 200.0), 16_000, progress)
-    names = ["solo", "ddp", "elche-sync", "elche-auto", "elche-cadence"]
-    assert begun == [*names, "ddp"]
-    assert [*runs] == names
-    assert runs["ddp"].disturbance == pytest.approx(shares)
-    assert bool(DemoOutcome(EMULATED, runs).warning) == warned
-    lines = "\n".join(caplog.messages)
-    assert "demo: 12 %, 1 of 5, about 4 min left (solo)" in lines
-    assert "3 of 6, about 2 min left (elche-sync)" in lines
-    assert "6 of 6, about 20 s left (ddp)" in lines
+    assert [*runs] == ["solo", "ddp", "elche-sync", "elche-auto", "elche-cadence"]
+    assert begun == [*runs, "ddp"]
+    assert runs["ddp"].disturbance == pytest.approx(share)
+    assert bool(DemoOutcome(EMULATED, runs).warning) == (share > 0)
+    assert "demo: 12 %, 1 of 5, about 4 min left (solo)" in caplog.messages
+    assert "demo: 88 %, 6 of 6, about 20 s left (ddp)" in caplog.messages
 
 
 def test_the_picture_shows_every_contender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
+    figures = pytest.importorskip("matplotlib.figure")
+    draw(DemoOutcome(EMULATED, runs_with()), tmp_path / "loss.png")
+    assert 10_000 < (tmp_path / "loss.png").stat().st_size < 80_000
     seen: list[Any] = []
-    save = figure.Figure.savefig
-    monkeypatch.setattr(
-        figure.Figure,
-        "savefig",
-        lambda self, path: [seen.append(self), save(self, path)],
-    )
-    outcome = DemoOutcome(EMULATED, runs_with())
-    draw(outcome, tmp_path / "loss.png")
-    left, right = seen[0].axes
-    assert [line.get_label() for line in left.lines[:6]] == [*outcome.curves]
-    (x_min, x_max), (y_min, y_max) = left.get_xlim(), left.get_ylim()
-    for curve in outcome.curves.values():
-        assert all(x_min <= s <= x_max and y_min <= y <= y_max for s, _, y in curve)
-    assert "1.15 times as fast as the fastest" in seen[0].get_suptitle()
-    assert [text.get_text().strip() for text in right.texts][-3:] == [
-        "92%",
-        "91%",
-        "95%",
-    ]
-    assert (tmp_path / "loss.png").stat().st_size < 80_000
-    runs = runs_with() | {
-        "ddp": run_of("ddp", *[rank_result(400.0, starved_s=1.0)] * 2)
-    }
-    draw(DemoOutcome(EMULATED, runs), tmp_path / "loss.png")
-    assert seen[1].get_suptitle().startswith("DISTURBED")
-    assert [line.get_linestyle() for line in seen[1].axes[0].lines[1:4]] == [
-        "-",
-        ":",
-        "-",
-    ]
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, path: seen.append(self))
+    busy = runs_with() | {"ddp": run_of("ddp", rank_result(400.0, starved_s=1.0))}
+    for runs in (runs_with(), busy):
+        draw(outcome := DemoOutcome(EMULATED, runs), tmp_path)
+        left, right = seen[-1].axes
+        (x_min, x_max), (y_min, y_max) = left.get_xlim(), left.get_ylim()
+        for line, (name, curve) in zip(
+            left.lines, outcome.curves.items(), strict=False
+        ):
+            assert line.get_label() == name
+            assert line.get_linestyle() == (":" if name in outcome.disturbed else "-")
+            assert all(x_min <= x <= x_max and y_min <= y <= y_max for x, _, y in curve)
+        assert seen[-1].get_suptitle() == outcome.headline
+        shares = [text.get_text().strip() for text in right.texts[2:4]]
+        assert shares == ["disturbed" if outcome.disturbed else "40%", "92%"]
+    assert "1.15 times as fast as the fastest device" in seen[0].get_suptitle()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,9 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     from elche.monitor.page.report_file import check_report, write_report
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
+    if problem := _syntax_error(script):
+        click.echo(problem, err=True, nl=False)
+        sys.exit(1)
     at, is_shown = options.pop("page_at"), options.pop("page")
     is_shown, report = is_shown or at is not None, options.pop("report")
     if report:
@@ -196,6 +200,17 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
 
 def _say(line: str) -> None:
     click.echo(f"elche run: {line}", err=True)
+
+
+def _syntax_error(script: str) -> str:
+    """The script's syntax error as Python prints it, once for all ranks; "" if none."""
+    with contextlib.suppress(OSError, ValueError):  # each rank reports these
+        if script.endswith(".py"):
+            try:
+                compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+            except SyntaxError as error:
+                return "".join(traceback.format_exception_only(error))
+    return ""
 
 
 def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:

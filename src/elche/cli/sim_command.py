@@ -56,6 +56,9 @@ def run_simulate(
                 f"lease:0/12 (of epoch 0), got {wanted!r}"
             )
     cluster = load_cluster(path, policy)
+    for kind, _, number in (wanted.partition(":") for wanted in stories):
+        if kind == "rank":
+            cluster.check_rank(f"--story rank:{number}", int(number))
     check_outputs(json_path, trace_path)
     watch = Watch(timer=time.thread_time, details=trace_path is not None)
     sim = Simulation(cluster, watch)

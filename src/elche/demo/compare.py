@@ -30,7 +30,7 @@ from elche.runtime.process.launch_config import (
 MS_PER_SAMPLE = 1.25
 STDERR_TAIL_LINES = 25
 MOST_DISTURBED = 0.05
-"""Largest disturbance of a run, as a fraction of its time, that allows a verdict."""
+"""Largest disturbance of a run that allows a verdict."""
 
 OnProgress = Callable[[int, float], None]
 """Called with a rank and its number of samples so far (or the run's)."""
@@ -129,9 +129,9 @@ class ContenderRun:
 
     @property
     def disturbance(self) -> float:
-        """Overrun, or time that a rank waited for a core, as a fraction of its time."""
-        waits = [float(r["starved_s"] / r["train_s"]) for r in self.ranks]
-        return max(self.overrun_share, *waits)
+        """Overrun, or wait for a core, as a fraction of the worst rank's training."""
+        lost = (max(r["overrun_s"], r["starved_s"]) / r["train_s"] for r in self.ranks)
+        return float(max(lost))
 
 
 def run_contender(

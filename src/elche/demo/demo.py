@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import click
 import torch
@@ -43,6 +43,9 @@ PROBE_SAMPLES = 32_000
 TRACE = "trace.json"
 PICTURE = "loss.png"
 
+_Step: TypeAlias = tuple[str, float, ContenderSpec]
+"""Name of a run, its expected seconds of training, its specification."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
@@ -57,14 +60,6 @@ class DemoConfig:
     out: Path
     text: Path | None = None
     seconds: float = 14.0
-
-
-class _Step(NamedTuple):
-    """One run, with its expected seconds of training."""
-
-    name: str
-    train_s: float
-    spec: ContenderSpec
 
 
 def choose_devices() -> Devices:
@@ -164,24 +159,23 @@ def run_contenders(
     """
     alone_s, ddp_s = ALONE_TIMES * samples / max(rates), samples / min(rates) / 2
     spec, both_s = partial(_spec, config, samples), samples / sum(rates)
-    steps = [
-        _Step(SOLO, alone_s, spec(kind="solo", max_seconds=alone_s)),
-        _Step("ddp", ddp_s, spec(kind="ddp")),
-        _Step("elche-sync", both_s, spec(kind="elche", policy="sync")),
-        _Step("elche-auto", both_s, spec(kind="elche", policy="auto")),
-        _Step("elche-cadence", both_s, spec(kind="elche", policy="cadence")),
+    steps: list[_Step] = [
+        (SOLO, alone_s, spec(kind="solo", max_seconds=alone_s)),
+        ("ddp", ddp_s, spec(kind="ddp")),
+        ("elche-sync", both_s, spec(kind="elche", policy="sync")),
+        ("elche-auto", both_s, spec(kind="elche", policy="auto")),
+        ("elche-cadence", both_s, spec(kind="elche", policy="cadence")),
     ]
     runs: dict[str, ContenderRun] = {}
     progress.start("demo", 1.0)
     began_s = time.monotonic()
-    for index, step in enumerate(steps):
+    for index, (name, seconds, each) in enumerate(steps):
         show = partial(_show, progress, steps, index, began_s)
-        trace = config.out / TRACE if step.name == "elche-cadence" else None
-        run = run_contender(step.name, step.spec, devices, show, trace)
-        if step.name not in runs and run.disturbance > MOST_DISTURBED:
-            steps.append(step)
-        both = (runs.get(step.name, run), run)
-        runs[step.name] = min(both, key=lambda each: each.disturbance)
+        trace = config.out / TRACE if name == "elche-cadence" else None
+        run = run_contender(name, each, devices, show, trace)
+        if name not in runs and run.disturbance > MOST_DISTURBED:
+            steps.append((name, seconds, each))
+        runs[name] = min(runs.get(name, run), run, key=lambda run: run.disturbance)
     progress.finish("demo")
     return runs
 
@@ -196,10 +190,11 @@ def _show(
 ) -> None:
     """Shows rank 0's progress and the time left, by the pace so far, as one line."""
     if rank == 0:
-        expected_s = [START_S + step.train_s for step in steps]
-        share = done / steps[index].spec.samples
+        name, _, spec = steps[index]
+        expected_s = [START_S + train_s for _, train_s, _ in steps]
+        share = done / spec.samples
         done_s = sum(expected_s[:index]) + max(START_S, share * expected_s[index])
         left_s = (sum(expected_s) - done_s) * (time.monotonic() - began_s) / done_s
         left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{round(left_s, -1):.0f} s"
-        text = f"{index + 1} of {len(steps)}, about {left} left ({steps[index].name})"
+        text = f"{index + 1} of {len(steps)}, about {left} left ({name})"
         progress.update("demo", done_s / sum(expected_s), text)

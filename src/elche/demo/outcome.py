@@ -55,7 +55,7 @@ class DemoOutcome:
             self.warning = f"DISTURBED by a busy machine, twice: {which} of the time"
         self.table = _table(runs, curves, self.target_loss, self.disturbed)
         self.sentences = _sentences(self.table, self.target_loss, self.disturbed)
-        self.headline = self.warning or self.sentences[1].replace(": ", ":\n")
+        self.headline = (self.warning or self.sentences[1]).replace(": ", ":\n")
         self.emulated = _what_was_emulated(devices, [*runs.values()])
 
     def figures(self, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -331,16 +331,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConfigError("a cluster needs at least one [[device]]")
-        joins = sum(fault.join is not None for fault in self.faults)
         for at, fault in enumerate(self.faults):
             where = f"[[fault]] {at}"
-            if fault.rank is not None and not (
-                0 <= fault.rank < self.world_size + joins
-            ):
-                raise ConfigError(
-                    f"{where}: there is no rank {fault.rank}; ranks are 0 to "
-                    f"{self.world_size + joins - 1}"
-                )
+            if fault.rank is not None:
+                self.check_rank(where, fault.rank)
             if isinstance(fault.join, int) and not (
                 0 <= fault.join < len(self.devices)
             ):
@@ -348,6 +342,15 @@ class Cluster:
                     f"{where}: join = {fault.join} names no [[device]]; there are "
                     f"{len(self.devices)}, counted from 0"
                 )
+
+    def check_rank(self, where: str, rank: int) -> None:
+        """Refuses a rank that neither starts in the cluster nor joins it."""
+        joins = sum(fault.join is not None for fault in self.faults)
+        if not 0 <= rank < self.world_size + joins:
+            raise ConfigError(
+                f"{where}: there is no rank {rank}; ranks are 0 to "
+                f"{self.world_size + joins - 1}"
+            )
 
     @property
     def ranks(self) -> list[Device]:

@@ -118,3 +118,13 @@ def test_bad_options(arguments: list[str], says: str) -> None:
     result = CliRunner().invoke(main, ["run", *arguments, SCRIPT, "ok"])
     assert result.exit_code == 2, result.output
     assert says in result.output
+
+
+def test_a_syntax_error_is_printed_once_and_starts_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("x = 1\nif x\n")
+    result = CliRunner().invoke(main, ["run", "--nproc", "2", str(script)])
+    assert result.exit_code == 1
+    assert result.output.count("SyntaxError: expected ':'") == 1
+    assert f'File "{script}", line 2' in result.output
+    assert "ranks" not in result.output

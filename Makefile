@@ -9,6 +9,7 @@ STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 INTEGRATIONS_STAMP := $(VENV)/.stamp-integrations
 RAY_STAMP := $(VENV)/.stamp-ray
+PAGE_STAMP := $(VENV)/.stamp-page
 # Twice quiet: errors only. Torch's own index may lack metadata pip warns about.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 # One thread per process: ranks on one machine fight for cores otherwise. Bytecode is
@@ -21,7 +22,7 @@ WORKERS ?= 2
 # is left for the end.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests of what is not installed for the others, or changes torch; each has a target.
-WITHOUT := --ignore=tests/integrations --ignore=tests/ray --ignore=tests/device
+WITHOUT := $(addprefix --ignore=tests/,integrations ray page device)
 # Of the pure tests, those of many simulated runs and searches for plans are left out.
 QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim \
 	tests/test_architecture.py tests/test_config.py \
@@ -34,7 +35,7 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-full test-tenth test-integrations test-ray test-ray-full \
-	test-device test-wheel test-floor fuzz lint types docs figures format clean
+	test-page test-device test-wheel test-floor fuzz lint types docs figures format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -71,6 +72,10 @@ test-ray: $(RAY_STAMP) ## runs on a Ray cluster of several nodes on this machine
 
 test-ray-full: $(RAY_STAMP) $(INTEGRATIONS_STAMP) ## the slow ones as well
 	$(PYTEST) tests/ray
+
+test-page: $(PAGE_STAMP) ## the live page in Chromium; screenshots go to build/page
+	@sh .ci/chromium
+	$(PYTEST) tests/page
 
 # The test device is built beforehand, so that no test's time is spent on it. On another
 # one, tests of what only the test device has are skipped by name.
@@ -138,6 +143,10 @@ $(DOCS_STAMP): $(STAMP)
 
 $(RAY_STAMP): $(STAMP)
 	@$(PIP) install -c constraints.txt -e '.[dev,ray]' 'ray[train]'
+	@touch $@
+
+$(PAGE_STAMP): $(STAMP)
+	@$(PIP) install -c constraints.txt -e '.[dev,page]' selenium
 	@touch $@
 
 $(INTEGRATIONS_STAMP): $(STAMP)

@@ -208,8 +208,9 @@ def test_links_of_the_readme_are_in_the_source_distribution() -> None:
     links = set(re.findall(r"\]\(([^)#]+)", text))
     assert len(links) > 20
     assert {link for link in links if not (ROOT / link).is_file()} == set()
-    assert {link for link in links if not re.fullmatch(r"docs/\w+\.md", link)} == set()
-    assert "recursive-include docs *.md\n" in manifest
+    packed = r"docs/\w+\.md|docs/pictures/\w+\.(svg|png)"
+    assert {link for link in links if not re.fullmatch(packed, link)} == set()
+    assert "recursive-include docs *.md *.png *.svg\n" in manifest
     assert "prune tests\n" in manifest
 
 

@@ -145,6 +145,22 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Folder for the run's event file (events.jsonl), written while it runs.",
 )
 @click.option(
+    "--page",
+    is_flag=True,
+    help="Show the run in a browser, and print the page's address; without --events "
+    "its folder is a new one in elche_runs.",
+)
+@click.option(
+    "--page-at",
+    metavar="HOST:PORT",
+    help="Address of the --page; default: a free port of 127.0.0.1.",
+)
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the run's report (*.html or *.png), written when it ends.",
+)
+@click.option(
     "--quiet",
     is_flag=True,
     help="Hide progress: the view on a terminal, elsewhere a line every few minutes.",
@@ -153,13 +169,30 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on several devices, one process each."""
+    from elche.monitor.page.beside import new_folder, page_beside
+    from elche.monitor.page.report_file import check_report, write_report
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
     if problem := _syntax_error(script):
         click.echo(problem, err=True, nl=False)
         sys.exit(1)
+    at, is_shown = options.pop("page_at"), options.pop("page")
+    is_shown, report = is_shown or at is not None, options.pop("report")
+    if report:
+        check_report(report)
+    if (is_shown or report) and options["events"] is None:
+        options["events"] = new_folder(script)
     config = _launch_config((script, *arguments), options)
-    result = launch_with_restarts(config, RestartConfig(**options), _say)
+    with contextlib.ExitStack() as stack:
+        if is_shown and config.events is not None:
+            stack.enter_context(page_beside(config.events, at or "", _say))
+        result = launch_with_restarts(config, RestartConfig(**options), _say)
+    if report and config.events is not None:
+        try:
+            write_report(config.events, report)
+            _say(f"report {report}; `elche report {config.events}` writes it again")
+        except (ConfigError, OSError) as error:
+            _say(f"no report: {error}")
     if failure := _failure_line(result, config.world_size):
         _say(failure)
     sys.exit(result.exit_code)

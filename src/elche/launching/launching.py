@@ -8,6 +8,7 @@ cannot use an accelerator if its parent did. It uses one OpenMP thread: more wou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar, final
 from elche.devices import choice
 from elche.errors import ConfigError, RemoteRankError
 from elche.launching.function_rank import run_rank
+from elche.monitor.page.beside import new_folder, page_beside
 from elche.runtime.process.launch import LaunchedRun
 from elche.runtime.process.launch import launch as launch_ranks
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
@@ -56,6 +58,7 @@ def launch(
     args: Sequence[Any] = (),
     speeds: Sequence[float] | None = None,
     events: str | Path | None = None,
+    page: bool | str = False,
 ) -> Result:
     """Runs ``main(*args)`` on every rank of a run, and returns what rank 0 returns.
 
@@ -79,6 +82,8 @@ def launch(
         args: arguments of ``main``.
         speeds: relative speeds of emulated CPU devices, in place of ``devices``.
         events: folder for the run's event file, written while it runs.
+        page: show the run in a browser, and print the page's address; or ``HOST:PORT``
+            to listen on. Without ``events`` its folder is a new one in elche_runs.
 
     Raises:
         ConfigError: an argument is wrong, ``main`` cannot be sent to another process,
@@ -102,8 +107,14 @@ def launch(
         place = {"num_ranks": devices}
     else:
         place = {"devices": tuple(devices)}
+    if events is None and page:
+        events = new_folder(sys.argv[0])
     place["events"] = None if events is None else Path(events)
-    result: Result = ranks.run(LaunchConfig(command=(), start=ranks.start, **place))
+    with contextlib.ExitStack() as stack:
+        if page:
+            at = page if isinstance(page, str) else ""
+            stack.enter_context(page_beside(place["events"], at, print))
+        result: Result = ranks.run(LaunchConfig(command=(), start=ranks.start, **place))
     return result
 
 

@@ -106,10 +106,10 @@ class RunView:
         text += f"  {rate:,.0f}/s, {row['efficiency']:.0%} of what the devices deliver"
         left_s = max(0, epoch["samples"] - done) / rate
         if history.is_training:
-            text += f", {_clock(left_s)} left"
+            text += f", {clock(left_s)} left"
             if (later := (epoch.get("epochs") or 0) - epoch["epoch"] - 1) > 0:
                 run_s = left_s + later * epoch["samples"] / rate
-                text += f" in the epoch, {_clock(run_s)} in the run"
+                text += f" in the epoch, {clock(run_s)} in the run"
         return text
 
     def lines(self) -> list[str]:
@@ -130,7 +130,7 @@ class RunView:
         return [self.head(bar=True), *rank_table(ranks)]
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Formats seconds like 0:05 and 2:03:04."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)

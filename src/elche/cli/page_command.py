@@ -1,0 +1,39 @@
+"""`elche page`: the live page of a run."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+
+import click
+
+from elche.errors import ConfigError
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--at",
+    default="",
+    metavar="HOST:PORT",
+    help="Address to listen on; default: a free port of 127.0.0.1.",
+)
+@click.option("--with-parent", is_flag=True, hidden=True)
+def page(folder: Path, at: str, with_parent: bool) -> None:
+    """Show the run whose events are in FOLDER in a browser, live or afterwards.
+
+    Prints the page's address, and serves it until Ctrl-C.
+    """
+    from elche.runtime.process.launcher_watch import signal_with_parent
+
+    try:
+        from elche.monitor.page.server import serve_page
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the page needs {error.name}: pip install 'elche[page]'"
+        ) from error
+    if with_parent:
+        signal_with_parent(signal.SIGTERM)
+    # Flushed: a launcher reads it from a pipe.
+    serve_page(folder, at, partial(print, flush=True))

@@ -14,6 +14,7 @@ import torch
 
 import elche
 from elche.launching import function_rank, launching
+from elche.runtime.report.event_file import EventFile
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
     outlives_rank_0,
@@ -101,7 +102,7 @@ def test_an_interrupt_ends_all_ranks() -> None:
     assert output.rstrip().endswith("KeyboardInterrupt"), output
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(elche.ConfigError, match="cannot be sent to another process"):
         elche.launch(lambda: 0, 2)
     with pytest.raises(elche.ConfigError, match="devices or speeds, got both"):
@@ -112,6 +113,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         elche.launch(waits, "cpu")
     with pytest.raises(elche.ConfigError, match="device 'cuda:99' does not exist"):
         elche.launch(waits, ["cuda:99"])
+    EventFile(tmp_path).close()
+    with pytest.raises(elche.ConfigError, match="expected a folder without events"):
+        elche.launch(waits, 2, events=tmp_path)
     with pytest.raises(elche.ConfigError, match="expected main to be a function"):
         elche.launch(3)  # type: ignore[arg-type]
     monkeypatch.setenv("WORLD_SIZE", "2")

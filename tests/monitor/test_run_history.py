@@ -121,7 +121,7 @@ def test_what_happens_to_ranks_is_recorded_once() -> None:
     back = [LeaveOut(rank=r, epoch=0, left_out=()) for r in range(2)]
     failed = Failed(rank=1, error="ValueError: no\nmore", traceback="")
     records = recorded(
-        *(join(0), join(1), *begin(0), *out, *back),
+        *(join(0), join(1), *begin(0), *out, *end(0), *begin(1), *back),
         PolicyChosen(rank=0, policy="sync", reason="it is faster"),
         *(EpochCut(rank=0, epoch=0), failed, RankLost(rank=1)),
         *(join(1), Left(rank=1), RankLost(rank=1)),
@@ -135,6 +135,12 @@ def test_what_happens_to_ranks_is_recorded_once() -> None:
     texts = {r["name"]: r["text"] for r in records if r["kind"] == "event"}
     assert texts["excluded"] == "slow"
     assert texts["died"] == "failed: ValueError: no"
+
+
+def test_an_excluded_rank_that_dies_does_not_return() -> None:
+    out, back = (LeaveOut(rank=0, epoch=0, left_out=ranks) for ranks in ((1,), ()))
+    records = recorded(join(0), join(1), *begin(0), out, RankLost(rank=1), back)
+    assert names(records) == [("excluded", 1), ("died", 1)]
 
 
 def test_the_rest_of_a_cut_epoch_continues_its_samples() -> None:

@@ -124,7 +124,7 @@ class EventRecorder:
     def _begin(self, begin: BeginEpoch) -> list[Record]:
         if self._is_training:
             return []  # the same instruction to another rank
-        self._is_training, self._excluded = True, frozenset()
+        self._is_training = True
         if begin.epoch != self._epoch:  # else the rest of an epoch that was cut
             self._samples = self._starts.get(begin.epoch, self._samples)
             self._epoch, self._epoch_samples, self._starts = begin.epoch, 0, {}
@@ -171,6 +171,7 @@ class EventRecorder:
     def _remove(self, rank: int) -> None:
         self._live.discard(rank)
         self._speeds.pop(rank, None)
+        self._excluded -= {rank}
         if not self._live:  # the process may begin another run
             self._epoch, self._is_training = -1, False
 

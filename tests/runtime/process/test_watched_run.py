@@ -82,14 +82,13 @@ def test_a_run_that_fails_is_seen_until_then(tmp_path: Path) -> None:
     assert "as asked" in facts["ended by"]
     history = RunHistory()
     history.feed((tmp_path / "events.jsonl").read_text())
-    assert [each["name"] for each in history.events] == ["died", "error"]
-    assert history.events[0]["text"] == "failed: RuntimeError: as asked"
+    died, error = history.events[-2:]  # advice on the policy may come before
+    assert (died["name"], died["rank"], error["name"]) == ("died", 1, "error")
+    assert died["text"] == "failed: RuntimeError: as asked"
     assert history.end is not None
     assert history.end["exit_codes"] == [1, 1]
-    assert (
-        sum(each["ph"] == "i" for each in json.loads(trace.read_text())["traceEvents"])
-        == 2
-    )
+    marks = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "i"]
+    assert len(marks) == len(history.events)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x = torch.randn(2000, 8)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
-loader = elche.setup(model, optimizer, loader)
+model, optimizer, loader = elche.setup(model, optimizer, loader)
 Path(sys.argv[1], f"{elche.rank()}.pid").write_text(str(os.getpid()))
 for _ in elche.epochs(1000):
     for inputs, targets in loader:

@@ -1,4 +1,4 @@
-"""Text of the page as HTML: head line, ranks and events. Pure."""
+"""Text of the page as HTML: head line, ranks, events and settings. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SILENT_S: Final = 15.0
 
 
 def head_html(history: RunHistory, now_s: float) -> str:
-    """Returns the run's state, progress, command and settings.
+    """Returns the run's state, progress, command and host.
 
     Args:
         history: the run so far.
@@ -36,11 +36,9 @@ def head_html(history: RunHistory, now_s: float) -> str:
     elif history.records and (age_s := now_s - history.records[-1]["t"]) > SILENT_S:
         figures += f"; last record {clock(age_s)} ago"
     run = history.runs[-1] if history.runs else {}
-    facts = {
-        "command": shlex.join(map(str, run.get("command", ()))),
-        "host": f"{run.get('host', '')}, process {run.get('pid', '')}",
-        "settings": ", ".join(f"{k} {v}" for k, v in sorted(history.settings.items())),
-    }
+    command = shlex.join(map(str, run.get("command", ())))
+    host = f"{run.get('host', '')}, process {run.get('pid', '')}"
+    facts = {"command": command, "host": host}
     terms = (f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in facts.items() if v and run)
     bar = f'<progress aria-label="done" max="1" value="{done:.4f}"></progress>'
     return (
@@ -63,10 +61,12 @@ def ranks_html(history: RunHistory, window: Record | None) -> str:
 
 
 def events_html(history: RunHistory) -> str:
-    """Returns the list of the newest events, the last one first."""
+    """Returns the newest events, the last one first, and the run's settings."""
     newest = history.events[: -EVENTS_LISTED - 1 : -1]
     rows = [(clock(e["t"] - start_s(history)), event_text(e)) for e in newest]
-    return _table(f"Events: {len(history.events)}", ("time", "event"), rows)
+    listed = _table(f"Events: {len(history.events)}", ("time", "event"), rows)
+    settings = ", ".join(f"{k} {v}" for k, v in sorted(history.settings.items()))
+    return f"{listed}<h2>Settings</h2><p>{escape(settings)}</p>"
 
 
 def _state(history: RunHistory) -> str:

@@ -8,7 +8,7 @@ of it as I, without W. A layer of known structure and time is not measured again
 
 On the CPU a layer has its CPU time, times the ratio of wall time to CPU time of all
 measurements. A cgroup's quota stops a process for up to 0.1 s at a time: by wall time,
-layers of a few milliseconds would look as fast as on a whole core, or many times slower.
+a layer of a few milliseconds looks as fast as on a whole core, or many times slower.
 """
 
 from __future__ import annotations

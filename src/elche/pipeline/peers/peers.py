@@ -110,6 +110,8 @@ class StagePeers:
         _joined[placement.coordinator, placement.key] = number
         name, members = f"pipeline/{number}", range(placement.world_size)
         try:
+            if number > 1:  # this rank has left with its earlier pipeline
+                channel.send(ReplicasFormed(rank=placement.rank, replicas=()))
             return StagePeers._form(placement, channel, name, members, timeout_s)
         except BaseException:
             channel.close()

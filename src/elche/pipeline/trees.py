@@ -31,10 +31,6 @@ def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
         value: a script's value.
         where: name of the value, for messages.
         is_cut: whether every tensor must be cuttable.
-
-    Raises:
-        ConfigError: the value has a non-numeric array, a tensor that is not dense or
-            has no values, or a container of another type, which could not be cut.
     """
     if isinstance(value, torch.Tensor):
         if is_cut and not _is_dense(value):
@@ -82,9 +78,6 @@ def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:
 
     Returns:
         The tensors, and a structure for :func:`unflatten`.
-
-    Raises:
-        ConfigError: the value contains an unsupported type.
     """
     tensors: list[torch.Tensor] = []
     return tensors, _structure(value, tensors, where)

@@ -36,11 +36,7 @@ class Placeholder(nn.Parameter):
 
 
 def only_optimizer(given: Any) -> torch.optim.Optimizer:
-    """Checks and returns a single optimizer.
-
-    Raises:
-        ConfigError: the argument is not one optimizer.
-    """
+    """Checks and returns a single optimizer."""
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
             "expected one torch optimizer over this rank's parameters, got "
@@ -50,12 +46,7 @@ def only_optimizer(given: Any) -> torch.optim.Optimizer:
 
 
 def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Checks and returns one or several optimizers as a tuple.
-
-    Raises:
-        ConfigError: an argument is not an optimizer, or has one state for all
-            parameters.
-    """
+    """Checks and returns one or several optimizers as a tuple."""
     found = (given,) if isinstance(given, torch.optim.Optimizer) else given
     if not isinstance(found, (tuple, list)) or not all(
         isinstance(one, torch.optim.Optimizer) for one in found
@@ -94,9 +85,6 @@ def check_alike(reports: Sequence[Mapping[str, str]]) -> None:
 
     Args:
         reports: each rank's description of its optimizers.
-
-    Raises:
-        MismatchError: they differ; the message names the first difference.
     """
     for rank, theirs in enumerate(reports):
         for place in dict.fromkeys((*reports[0], *theirs)):
@@ -124,9 +112,6 @@ def named_state(optimizer: torch.optim.Optimizer, names: Names) -> NamedState:
     Args:
         optimizer: optimizer over parameters of this rank.
         names: names of this rank's parameters.
-
-    Raises:
-        ConfigError: the optimizer has a parameter of no layer on this rank.
     """
     states: dict[str, Any] = {}
     groups = []

@@ -75,9 +75,6 @@ def trace_calls(
         sample: one microbatch of its input.
         omitted: see `elche.pipeline.cutting.segments.cut_model`.
         has_cache: see there.
-
-    Raises:
-        ConfigError: the code between the submodules cannot be traced.
     """
     device = _device_of(model, may_differ=omitted is not None)
     read = cached_arguments if has_cache else Arguments.read
@@ -138,11 +135,7 @@ def _device_of(model: nn.Module, may_differ: bool) -> torch.device:
 
 @contextmanager
 def _refusing(calls: ModuleCalls) -> Iterator[None]:
-    """Adds the failing module's name to errors of the tracer.
-
-    Raises:
-        ConfigError: tracing failed.
-    """
+    """Adds the failing module's name to errors of the tracer."""
     try:
         yield
     except ConfigError:

@@ -81,10 +81,6 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
 
     `replicas` is their number, with equally many consecutive ranks each; or the ranks
     of each replica in the order of its pipeline.
-
-    Raises:
-        ConfigError: the ranks do not divide evenly, or a rank belongs to no replica or
-            to two.
     """
     if isinstance(replicas, int):
         each, rest = divmod(world_size, replicas)

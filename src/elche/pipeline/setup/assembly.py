@@ -173,11 +173,7 @@ class Parts:
 
 
 def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> Parts:
-    """Builds this rank's layers, stages and executor for a plan.
-
-    Raises:
-        ConfigError: a layer cannot be built.
-    """
+    """Builds this rank's layers, stages and executor for a plan."""
     rank = 0 if peers is None else peers.rank
     layers, seed = given.layers, given.config.seed
     if seed is None and plan.schedule.num_ranks > 1:

@@ -107,9 +107,6 @@ def profile_layers(
         device: device to measure on.
         emulation: speed of an emulated device, for one layer.
         report: called after each computation with the progress; "" at the end.
-
-    Raises:
-        ConfigError: a layer cannot be built, or returns no tensor.
     """
     tensors, structure = flatten(as_tensors(sample, "the sample"), "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))

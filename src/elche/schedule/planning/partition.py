@@ -284,11 +284,7 @@ def _sums(values: Iterable[float]) -> list[float]:
 
 
 def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
-    """Costs of a partition's stages, in seconds and bytes.
-
-    Raises:
-        ConfigError: a device's memory is too small for its parameters and their state.
-    """
+    """Costs of a partition's stages, in seconds and bytes."""
     bounds, devices = partition.boundaries, partition.devices
     stages, links = [], []
     for stage, device in enumerate(devices):

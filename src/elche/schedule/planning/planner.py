@@ -113,11 +113,7 @@ class _PlanSearch:
         self.bound_s = math.inf
 
     def find_partitions(self) -> None:
-        """Times good partitions of every shape.
-
-        Raises:
-            ConfigError: too few layers for all devices, or too little memory.
-        """
+        """Times good partitions of every shape."""
         num_devices, num_layers = len(self.profile.devices), len(self.profile.layers)
         if self.config.use_all_devices and num_devices > num_layers:
             raise ConfigError(

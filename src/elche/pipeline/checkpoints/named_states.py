@@ -81,11 +81,7 @@ def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
 
 
 def check_alike(reports: Sequence[Mapping[str, str]]) -> None:
-    """Raises unless all ranks have the same optimizers with the same groups.
-
-    Args:
-        reports: each rank's description of its optimizers.
-    """
+    """Raises unless all ranks have the same optimizers with the same groups."""
     for rank, theirs in enumerate(reports):
         for place in dict.fromkeys((*reports[0], *theirs)):
             mine, other = reports[0].get(place), theirs.get(place)
@@ -107,12 +103,7 @@ def keyed(groups: Sequence[dict[str, Any]]) -> list[tuple[int | str, dict[str, A
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Names) -> NamedState:
-    """State of an optimizer by parameter name.
-
-    Args:
-        optimizer: optimizer over parameters of this rank.
-        names: names of this rank's parameters.
-    """
+    """State of an optimizer by parameter name."""
     states: dict[str, Any] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -166,11 +157,6 @@ def load_named_state(
     optimizer: torch.optim.Optimizer, names: Names, saved: NamedState
 ) -> None:
     """Loads this rank's part of a state by name, including settings of groups.
-
-    Args:
-        optimizer: optimizer over parameters of this rank, with the saved groups.
-        names: names of this rank's parameters.
-        saved: state of at least this rank's parameters.
 
     Raises:
         ConfigError: `saved` is not such a state.

@@ -297,12 +297,7 @@ class StagePeers:
     ) -> None:
         """Waits for a collective of some ranks; raises as `Waits.until` does.
 
-        Args:
-            poll: returns True when the collective is complete.
-            end: called on completion; raises RuntimeError if it has failed.
-            ranks: participating ranks.
-            what: description for errors.
-            timeout_s: deadline (s).
+        `end` is called on completion; it raises RuntimeError if that is a failure.
         """
 
         def look() -> bool:

@@ -120,13 +120,9 @@ class Waits:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Waits for other ranks. The log names a rank that is unusually late.
+        """Waits until `look`, which polls for a moment, returns True.
 
-        Args:
-            look: polls for a moment; returns True when the wait is over.
-            ranks: awaited ranks.
-            what: description for errors.
-            timeout_s: deadline (s).
+        The log names a rank that is unusually late.
 
         Raises:
             DeadlineError: the deadline has passed; the message names the late ranks.

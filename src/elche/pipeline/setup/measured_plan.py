@@ -104,14 +104,6 @@ def plan_measured(
 ) -> tuple[Schedule, PipelineConfig]:
     """Plan for the measurements of all ranks; the same on every rank.
 
-    Args:
-        by_rank: measurements of the layers, per rank.
-        limits: bytes per rank for parameters, their state and activations.
-        schedule: name of the schedule.
-        micro_batches: microbatches per step.
-        config: the other settings.
-        links: see `elche.pipeline.peers.link_probe.measure_links`.
-
     Returns:
         The schedule, compute only, in which a rank that would only lengthen the step
         has no stage; and settings with its partition and costs.

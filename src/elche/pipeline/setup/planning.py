@@ -43,15 +43,7 @@ def make_plan(
     num_layers: int,
     config: PipelineConfig,
 ) -> PipelinePlan:
-    """Resolves names and defaults into a plan.
-
-    Args:
-        schedule: a name, the path of a CSV file, or a schedule.
-        micro_batches: microbatches per step.
-        num_ranks: number of ranks of the pipeline.
-        num_layers: number of layers of the model.
-        config: further settings.
-    """
+    """Resolves names and defaults into a plan."""
     check_asked(schedule, micro_batches)
     if num_layers < 1:
         raise ConfigError("the model has no layers")

@@ -106,7 +106,7 @@ class Arguments:
         return {name: unflatten(one, left) for name, one in self.structures.items()}
 
     def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
-        """The sample's arguments with tensors that a batch leaves out, or has as None."""
+        """The sample's tensor arguments that a batch leaves out, or has as None."""
         given = self.of_batch(batch, keywords)
         return [name for name in dict.fromkeys(self.owners) if given.get(name) is None]
 

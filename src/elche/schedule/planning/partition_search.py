@@ -7,7 +7,7 @@ same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import permutations
 
@@ -176,6 +176,37 @@ def polish(
         return 0.0, step_s(moved)
 
     return descend(table, start, (0.0, step_s(start)), measure)
+
+
+def best_named(
+    evaluator: Evaluator, name: str, starts: Iterable[Partition], actions: int
+) -> tuple[Partition | None, str]:
+    """The best partition for a published schedule, under its own times and memory.
+
+    Descends from the best of the starts, with a budget of about `actions`.
+
+    Returns:
+        The partition, and why the schedule is not defined for some partitions.
+    """
+    reason, until = "", evaluator.actions + actions
+
+    def measure(partition: Partition, _: Measure) -> Measure | None:
+        nonlocal reason
+        if evaluator.actions >= until:
+            return None
+        if not fits(evaluator.table, partition):
+            return NEVER
+        try:
+            return evaluator.measure(name, partition)
+        except ConfigError as error:  # these microbatches on so many devices
+            reason = str(error)
+            return NEVER
+
+    tried = {each: measure(each, NEVER) or NEVER for each in starts}
+    best = min(tried, key=lambda each: tried[each], default=None)
+    if best is None or tried[best] == NEVER:
+        return None, reason
+    return descend(evaluator.table, best, tried[best], measure), ""
 
 
 def least_s(table: ProfileTable, partition: Partition) -> float:

@@ -27,7 +27,6 @@ from elche.schedule.generators.schedules import (
     placement_for,
 )
 from elche.schedule.planning.device_orders import device_orders
-from elche.schedule.planning.named_search import best_named
 from elche.schedule.planning.partition import (
     Partition,
     ProfileTable,
@@ -39,6 +38,7 @@ from elche.schedule.planning.partition import (
 from elche.schedule.planning.partition_search import (
     Evaluator,
     balanced,
+    best_named,
     fits,
     polish,
     refine,
@@ -58,6 +58,7 @@ KEPT_ORDERS = 4
 REFINED_STARTS = 2
 TRIES = 12  # most partitions tried per published schedule...
 TRIED_ACTIONS = 40_000  # ...and their total budget of actions
+NAMED_ACTIONS = 60_000  # budget of timed actions per published schedule
 AUTO_PLACEMENTS = 4
 AUTO_PARTITIONS = 2  # in each placement
 POLISHED_ACTIONS = 12_000  # budget for `auto` schedules around the best partition
@@ -142,10 +143,8 @@ class _PlanSearch:
         """A schedule on its best partition."""
         if name == "auto":
             return Alternative(name=name, candidate=self._auto())
-        stages = self.config.stages_per_device if name in LOOPED else None
         starts = self._affordable(self._suiting(name), TRIES)
-        ranks = self._numbers_of_ranks(name)
-        best, reason = best_named(self.evaluator, name, stages, ranks, starts)
+        best, reason = best_named(self.evaluator, name, starts, NAMED_ACTIONS)
         if best is None:
             reason = reason or self._why_not(name)
             return Alternative(name=name, candidate=None, reason=reason)
@@ -239,16 +238,13 @@ class _PlanSearch:
                 best = refine(self.evaluator, fewer, REFINED_ACTIONS)
         return best
 
-    def _numbers_of_ranks(self, name: str) -> range:
-        """Numbers of devices to try for a schedule; at least 2 if it needs several."""
-        devices = len(self.profile.devices)
-        least = devices if self.config.use_all_devices else 1
-        return range(max(least, 2 if name in LOOPED + V_SHAPED else 1), devices + 1)
-
     def _suiting(self, name: str) -> Iterator[Partition]:
         """Partitions in a schedule's placement, alternating refined and exact ones."""
         stages = self.config.stages_per_device if name in LOOPED else None
-        ranked = self.evaluator.ranked()
+        needs_several = name in LOOPED + V_SHAPED
+        ranked = [
+            each for each in self.evaluator.ranked() if len(each.ranks) > needs_several
+        ]
         exact = [each for each in ranked if each in self.exact]
         suiting = [
             [

@@ -64,11 +64,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:
-    """Flattens a nested value.
-
-    Returns:
-        The tensors, and a structure for :func:`unflatten`.
-    """
+    """Flattens a nested value into tensors and a structure for :func:`unflatten`."""
     tensors: list[torch.Tensor] = []
     return tensors, _structure(value, tensors, where)
 

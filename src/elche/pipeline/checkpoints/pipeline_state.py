@@ -214,10 +214,7 @@ class PipelineState:
         return [one for _, one in reports]
 
     def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
-        """Gathers the parts of this rank's replica on the CPU, on one rank or on all.
-
-        Ranks of other replicas send nothing: their parts are the same.
-        """
+        """Gathers the parts of this rank's replica on the CPU of one rank or of all."""
         tensors, structure = flatten(mine, "the state")
         copied = [one.detach().to("cpu", copy=True) for one in tensors]
         peers = self.communicator.peers

@@ -158,11 +158,7 @@ class StagePeers:
         return False
 
     def rejoin(self, timeout_s: float) -> tuple[StagePeers, tuple[int, ...]]:
-        """Connects to the ranks that are left, which are numbered anew.
-
-        Returns:
-            The new connections, and the former numbers of their ranks.
-        """
+        """Connects to the ranks that are left; returns also their former numbers."""
         self.disconnect()
         _reduced.add((self._placement.coordinator, self._placement.key))
         regroups = self._channel.take(Regroup)

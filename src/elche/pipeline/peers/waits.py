@@ -184,10 +184,7 @@ class Waits:
             )
 
     def _follow(self, ranks: Sequence[int]) -> tuple[dict[int, str], list[int]]:
-        """Awaited ranks that wait for no rank, and all ranks on the path to them.
-
-        Of the former, with their reports.
-        """
+        """Late ranks with their reports, and all ranks on the path of waits to them."""
         seen, late = [self._rank], dict[int, str]()
         to_ask = list(ranks)
         while to_ask:

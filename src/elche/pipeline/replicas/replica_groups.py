@@ -132,14 +132,7 @@ class ReplicaShares:
         return [scale * count / total for count in counts[replica]]
 
     def loss(self, by_replica: Sequence[Sequence[float]]) -> float | None:
-        """Loss over all replicas' batches, from the losses of all microbatches.
-
-        Returns:
-            The loss, or None without any losses.
-
-        Raises:
-            ConfigError: some replicas with a batch have losses, and others have none.
-        """
+        """Loss over all replicas' batches; None without any losses."""
         active = [i for i, sizes in enumerate(self.sizes) if sizes]
         without = [i for i in active if not by_replica[i]]
         if len(without) == len(active):

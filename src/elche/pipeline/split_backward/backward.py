@@ -204,10 +204,7 @@ class StageBackward:
             self.guard.after_weight(microbatch)
 
     def _emulated_s(self, given: Message) -> float:
-        """Time of forward and backward on the emulated device; 0 on a real one.
-
-        The first tensor that needs a gradient has the samples: masks may have none.
-        """
+        """Time of forward and backward on the emulated device; 0 on a real one."""
         if self._emulation is None:
             return 0.0
         pairs = zip(given.tensors, given.needs_grad, strict=True)

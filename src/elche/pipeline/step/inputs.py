@@ -109,12 +109,10 @@ def read_call(
     groups: ReplicaGroups,
     compares: bool,
 ) -> tuple[InputReport, Given]:
-    """Reads the part of a call that this rank needs.
+    """Reads the part of a call that this rank needs; and the report of it.
 
-    Other replicas may have a batch where this one has none.
-
-    Returns:
-        The report for the other ranks, and the values on this rank's device.
+    Other replicas may have a batch where this one has none. Values are on this
+    rank's device.
     """
     what, rank, may_rest = call.what, parts.rank, groups.are_several
     splits, whole = may_rest and parts.given.config.split_batches, call.batch

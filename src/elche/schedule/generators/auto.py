@@ -28,11 +28,7 @@ from elche.schedule.generators.schedules import (
     fits_placement,
     fixed_orders,
 )
-from elche.schedule.generators.v_shape import (
-    V_HALF_STEPS,
-    V_TWO_THIRDS_STEPS,
-    block_rows,
-)
+from elche.schedule.generators.v_shape import V_HALF_STEPS, block_rows
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
 EXTRA_ACTIONS = 150_000  # budget of actions beyond the published schedules
@@ -193,9 +189,8 @@ class _Search:
             self._list(patience)
             yield
         if self.costs.placement == v_placement(ranks):
-            for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
-                self._place("v block", block_rows(ranks, self.count, steps))
-                yield
+            self._place("v block", block_rows(ranks, self.count, V_HALF_STEPS))
+            yield
         if self.rows:
             self._place(self.name, self.rows)
 

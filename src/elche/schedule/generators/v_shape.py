@@ -66,7 +66,6 @@ def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int,
 
 V_MIN_STEPS = (1, 1, 1, 1)
 V_HALF_STEPS = (1, 2, 1, 2)
-V_TWO_THIRDS_STEPS = (2, 2, 2, 2)  # unpublished: between V-Half and ZB-V
 
 
 def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> Rows:

@@ -215,24 +215,6 @@ def least_s(table: ProfileTable, partition: Partition) -> float:
     return max(busiest, link_bound(table, partition))
 
 
-def balanced(table: ProfileTable, start: Partition) -> Partition:
-    """Descends by the busiest device's work.
-
-    For several stages per device, where the exact partition balances stages instead of
-    devices.
-    """
-
-    def measure(moved: Partition, _: Measure) -> Measure:
-        return _imbalance(table, moved) if fits(table, moved) else NEVER
-
-    return descend(table, start, _imbalance(table, start), measure)
-
-
-def _imbalance(table: ProfileTable, partition: Partition) -> tuple[float, float]:
-    loads = loads_of(table, partition).values()
-    return max(loads), sum(each * each for each in loads)
-
-
 def loads_of(table: ProfileTable, partition: Partition) -> dict[int, float]:
     """Each device's work in a step."""
     bounds = partition.boundaries

@@ -37,7 +37,6 @@ from elche.schedule.planning.partition import (
 )
 from elche.schedule.planning.partition_search import (
     Evaluator,
-    balanced,
     best_named,
     fits,
     polish,
@@ -211,12 +210,7 @@ class _PlanSearch:
     def _refined(self, starts: list[Partition]) -> Partition:
         """Refines the best starts and returns the best partition so far."""
         fitting = [one for one in starts if self.evaluator.step_s(one) < math.inf]
-        fitting += [
-            balanced(self.table, each)
-            for each in sorted(fitting, key=self.evaluator.step_s)[:REFINED_STARTS]
-            if len(each.sizes) > len(each.ranks)
-        ]
-        ranked = sorted(dict.fromkeys(fitting), key=self.evaluator.step_s)
+        ranked = sorted(fitting, key=self.evaluator.step_s)
         self.starts += ranked[:1]
         for start in ranked[:REFINED_STARTS]:
             refine(self.evaluator, start, REFINED_ACTIONS)

@@ -7,9 +7,9 @@ same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from itertools import permutations
+from itertools import chain, combinations, pairwise, permutations
 
 from elche.errors import ConfigError
 from elche.schedule.actions import loop_placement, v_placement
@@ -24,6 +24,7 @@ from elche.schedule.planning.partition import (
 )
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
+ALL_PARTITIONS = 3_000  # most partitions that are tried exhaustively
 _LEAST_ACTIONS = 500  # minimum cost of one `auto` call, in timed actions
 _LIST_COST = 4  # cost of a list schedule, in timings of the same size
 _TOLERANCE = 1e-9
@@ -179,14 +180,16 @@ def polish(
 
 
 def best_named(
-    evaluator: Evaluator, name: str, starts: Iterable[Partition], actions: int
+    evaluator: Evaluator,
+    name: str,
+    starts: Iterable[Partition],
+    placements: Collection[tuple[int, ...]],
+    actions: int,
 ) -> tuple[Partition | None, str]:
-    """The best partition for a published schedule, under its own times and memory.
+    """The best partition for a published schedule; or why there is none.
 
-    Descends from the best of the starts, with a budget of about `actions`.
-
-    Returns:
-        The partition, and why the schedule is not defined for some partitions.
+    Tries the starts, then all partitions if they are few, in the order of a lower
+    bound; then moves layers of the best. The budget is about `actions`.
     """
     reason, until = "", evaluator.actions + actions
 
@@ -202,11 +205,33 @@ def best_named(
             reason = str(error)
             return NEVER
 
-    tried = {each: measure(each, NEVER) or NEVER for each in starts}
-    best = min(tried, key=lambda each: tried[each], default=None)
-    if best is None or tried[best] == NEVER:
+    table, best, least = evaluator.table, None, NEVER
+    every = [each for each in _every(table, placements) if fits(table, each)]
+    bounds = {each: least_s(table, each) for each in every}
+    for each in chain(starts, sorted(bounds, key=lambda one: bounds[one])):
+        if (0.0, bounds.get(each, 0.0)) < least:
+            found = measure(each, least) or NEVER
+            if found < least:
+                best, least = each, found
+    if best is None:
         return None, reason
-    return descend(evaluator.table, best, tried[best], measure), ""
+    return descend(table, best, least, measure), ""
+
+
+def _every(
+    table: ProfileTable, placements: Collection[tuple[int, ...]]
+) -> Iterator[Partition]:
+    """All partitions in some placements; none if they are too many."""
+    devices, layers = len(table.profile.devices), len(table.profile.layers)
+    counts = [
+        math.perm(devices, len(set(one))) * math.comb(layers - 1, len(one) - 1)
+        for one in placements
+    ]
+    for placement in placements if sum(counts) <= ALL_PARTITIONS else ():
+        for ends in combinations(range(1, layers), len(placement) - 1):
+            sizes = tuple(b - a for a, b in pairwise((0, *ends, layers)))
+            for order in permutations(range(devices), len(set(placement))):
+                yield Partition(tuple(order[rank] for rank in placement), sizes)
 
 
 def least_s(table: ProfileTable, partition: Partition) -> float:

@@ -142,8 +142,10 @@ class _PlanSearch:
         """A schedule on its best partition."""
         if name == "auto":
             return Alternative(name=name, candidate=self._auto())
-        starts = self._affordable(self._suiting(name), TRIES)
-        best, reason = best_named(self.evaluator, name, starts, NAMED_ACTIONS)
+        placements = self._placements(name)
+        starts = self._affordable(self._suiting(placements), TRIES)
+        args = name, starts, placements, NAMED_ACTIONS
+        best, reason = best_named(self.evaluator, *args)
         if best is None:
             reason = reason or self._why_not(name)
             return Alternative(name=name, candidate=None, reason=reason)
@@ -232,23 +234,19 @@ class _PlanSearch:
                 best = refine(self.evaluator, fewer, REFINED_ACTIONS)
         return best
 
-    def _suiting(self, name: str) -> Iterator[Partition]:
-        """Partitions in a schedule's placement, alternating refined and exact ones."""
+    def _placements(self, name: str) -> list[tuple[int, ...]]:
+        """Placements of a schedule on different numbers of devices."""
+        most = len(self.profile.devices)
         stages = self.config.stages_per_device if name in LOOPED else None
-        needs_several = name in LOOPED + V_SHAPED
-        ranked = [
-            each for each in self.evaluator.ranked() if len(each.ranks) > needs_several
-        ]
+        least = 2 if name in LOOPED + V_SHAPED else 1
+        least = most if self.config.use_all_devices else least
+        return [placement_for(name, n, stages) for n in range(least, most + 1)]
+
+    def _suiting(self, placements: list[tuple[int, ...]]) -> Iterator[Partition]:
+        """Partitions in these placements, alternating refined and exact ones."""
+        ranked = [e for e in self.evaluator.ranked() if e.placement in placements]
         exact = [each for each in ranked if each in self.exact]
-        suiting = [
-            [
-                each
-                for each in some
-                if each.placement == placement_for(name, len(each.ranks), stages)
-            ]
-            for some in (ranked, exact)
-        ]
-        mixed = chain.from_iterable(zip_longest(*suiting))
+        mixed = chain.from_iterable(zip_longest(ranked, exact))
         yield from dict.fromkeys(each for each in mixed if each is not None)
 
     def _for_auto(self) -> list[Partition]:

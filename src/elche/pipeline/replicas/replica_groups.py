@@ -160,13 +160,8 @@ def read_shares(
 ) -> ReplicaShares:
     """Computes a step's shares from the ranks' reported batch sizes.
 
-    Args:
-        reports: samples of batch and target, per rank: None without one, -1 for a
-            target whose samples cannot be counted.
-        groups: the replicas.
-        counts: microbatches of each replica.
-        reduction: reduction of the loss.
-        needs_target: whether a batch without a target is an error.
+    `reports` has the samples of batch and target, per rank: None without one, -1 for a
+    target whose samples cannot be counted. `counts` has each replica's microbatches.
 
     Raises:
         ConfigError: batch and target of a replica do not match, or no replica has a

@@ -59,13 +59,9 @@ def auto_placed(
 ) -> tuple[Schedule, PipelineCosts]:
     """Schedule of least makespan over equal ranks, over several placements.
 
-    Args:
-        times: times of one rank.
-        num_ranks: number of ranks.
-        num_microbatches: microbatches per step.
-        memory: memory units per rank, None without a limit.
-        most_stages: most stages per rank. Two, in a loop or in V placement, are always
-            tried; more stages shorten bubbles, and send more messages.
+    Two stages per rank, in a loop or in V placement, are always tried; up to
+    `most_stages` shorten bubbles, and send more messages. Without `memory`, in units
+    per rank, there is no limit.
 
     Returns:
         The schedule and the costs in its placement.

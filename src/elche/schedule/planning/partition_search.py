@@ -126,12 +126,7 @@ def descend(
 ) -> Partition:
     """Moves layers between stages, one at a time, while the measure decreases.
 
-    Args:
-        table: sums over the profile of model and devices.
-        start: the first partition.
-        least: measure of `start`.
-        measure: measures a partition, given the least measure so far; returns None
-            when the budget is spent.
+    `measure` gets the least measure so far, and returns None without a budget.
     """
     best, improved = start, True
     while improved:

@@ -16,21 +16,6 @@ from elche.schedule.generators.schedules import FIXED_SCHEDULES, make_schedule
 from elche.schedule.timing import simulate
 
 ARGUMENTS = ("--ranks", "4", "--microbatches", "8", "--times", "1,1,1")
-STAGES = """
-memory = [8, 3]
-[[stage]]
-rank = 0
-times = [1.0, 1.0, 1.0]
-link = 0.5
-[[stage]]
-rank = 0
-times = [1, 1, 1]
-backward = 1.5
-activation = 0.5
-kept_for_weight = 0.25
-[[stage]]
-rank = 1
-"""
 
 
 def run(*arguments: str) -> Result:
@@ -109,32 +94,6 @@ def test_auto_tries_as_many_stages_as_it_may() -> None:
     assert json.loads(fixed.output)["makespan"] == pytest.approx(makespans[1])
 
 
-def test_stages_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "stages.toml"
-    path.write_text(STAGES)
-    arguments = ("--stages", str(path), "--times", "2,2,2", "--microbatches", "6")
-    result = run("auto", *arguments, "--comm", "0.25", "--json", "-")
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.output)
-    assert figures["placement"] == [0, 0, 1]
-    assert figures["makespan"] >= 6 * 6 + 2 + 0.25
-    assert figures["peak_activations"][1] <= 3
-    assert run("gpipe", *arguments).exit_code == 2
-    assert "up to 9 units of activations on rank 0" in run("gpipe", *arguments).output
-    assert "zb-v is not defined for 3 stages" in run("zb-v", *arguments).output
-
-
-def test_the_stage_file_in_the_help_can_be_used(tmp_path: Path) -> None:
-    lines = run("--help").output.splitlines()
-    begin = next(at for at, line in enumerate(lines) if line.startswith("    memory ="))
-    end = lines.index("Options:")
-    path = tmp_path / "stages.toml"
-    path.write_text("\n".join(lines[begin:end]).replace("[4, 4]", "[4]"))
-    result = run("auto", "--stages", str(path), "--microbatches", "3", "--json", "-")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.output)["makespan"] == pytest.approx(3 * 2.9)
-
-
 def test_a_schedule_file_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     assert run("zb-h1", *ARGUMENTS, "--csv", str(path)).exit_code == 0
@@ -200,42 +159,11 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
             ("interleaved-1f1b", *ARGUMENTS, "--microbatches", "9"),
             "got 9 microbatches; use a multiple of 2, such as 8",
         ),
-        (
-            ("auto", *ARGUMENTS, "--virtual-stages", "2", "--stages", __file__),
-            "--stages FILE gives the stages",
-        ),
         (("no-such.csv", *ARGUMENTS), "cannot read no-such.csv"),
         (("auto", *ARGUMENTS, "--json", "/no/such/place"), "cannot write"),
     ],
 )
 def test_what_cannot_be_asked(arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x", "not TOML"),
-        ("", "expected at least one [[stage]]"),
-        ("stage = [1]", "write [[stage]], a list of tables"),
-        ("[[stage]]\nrank = 0\nspeed = 1", "[[stage]] 0: unknown key 'speed'"),
-        ("limit = 1", "the file: unknown key 'limit'"),
-        ("[[stage]]\ntimes = [1, 1, 1]", "[[stage]] 0: expected rank = 0 or above"),
-        ("[[stage]]\nrank = true", "expected rank = 0 or above, got True"),
-        ("[[stage]]\nrank = 0\ntimes = [1, 1]", "expected times = [F, I, W]"),
-        ("[[stage]]\nrank = 0\ntimes = [1, 1, '1']", "expected times = [F, I, W]"),
-        ("[[stage]]\nrank = 0\ntimes = [1, 1, -1]", "[[stage]] 0: weight_gradient"),
-        ("[[stage]]\nrank = 0\nbackward = 'x'", "expected a number for backward"),
-        ("memory = 3\n[[stage]]\nrank = 0", "expected memory = [units of rank 0"),
-        ("memory = [3]\n[[stage]]\nrank = 1", "for each of 4 ranks, got 1"),
-        ("[[stage]]\nrank = 4", "names a rank outside 0 to 3"),
-    ],
-)
-def test_stage_files_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "stages.toml"
-    path.write_text(text)
-    result = run("auto", *ARGUMENTS, "--stages", str(path))
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -171,3 +171,16 @@ def test_replicas_that_cannot_lose_one(survives: bool) -> None:
     for rank in range(2):
         core.handle(ReplicasFormed(rank=rank, replicas=((0,), (1,))), 2.0)
     assert core.survives(1) == survives, "of the next pipeline"
+
+
+def test_a_second_pipeline_in_one_process_leaves_and_dies_like_the_first() -> None:
+    core = Coordinator(2)
+    events = [Left(rank=0), ReplicasFormed(rank=0, replicas=()), Left(rank=0)]
+    for event in events:  # before rank 1 has left the first one
+        assert core.handle(event, 0.0) == []
+    core = Coordinator(2)
+    for rank in range(2):
+        core.handle(Left(rank=rank), 0.0)
+        core.handle(ReplicasFormed(rank=rank, replicas=()), 1.0)
+    answers = core.handle(RankLost(rank=1), 2.0)
+    assert [type(one) for one in answers] == [Abort, Abort]

@@ -14,7 +14,6 @@ from elche.cli.files import (
     csv_option,
     json_option,
     read_text,
-    read_toml,
     write_csv,
     write_json,
 )
@@ -24,19 +23,18 @@ from elche.schedule.actions import Schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.drawing import draw, legend
 from elche.schedule.formats import from_csv
-from elche.schedule.generators.auto import auto_placed, auto_schedule
+from elche.schedule.generators.auto import auto_placed
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     make_schedule,
     placement_for,
 )
 from elche.schedule.lowering import check_deadlock_free
-from elche.schedule.stage_file import read_stages
 from elche.schedule.timing import Timing, simulate
 
 SHOWN_PEAKS = 16
 RANKS, MICROBATCHES, TIMES = 4, 8, (1.0, 1.0, 1.0)
-"""Defaults if neither an option nor a file sets them."""
+"""Defaults of the options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,6 @@ class ScheduleConfig:
     communication: float = 0.0
     memory: float | None = None
     virtual_stages: int | None = None
-    stages_path: Path | None = None
     json_path: str | None = None
     csv_path: Path | None = None
 
@@ -67,11 +64,6 @@ class ScheduleConfig:
         check_not_negative("--comm", self.communication)
         if self.memory is not None and not self.memory > 0:
             raise ConfigError(f"expected --memory above 0, got {self.memory}")
-        if self.virtual_stages is not None and self.stages_path is not None:
-            raise ConfigError(
-                "--virtual-stages is for equal stages; --stages FILE gives the "
-                "stages of each rank"
-            )
         if self.times is not None and not any(self.times):
             raise ConfigError("expected --times F,I,W that are not all 0")
 
@@ -118,14 +110,9 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
         return schedule, costs
     count, ranks = config.microbatches or MICROBATCHES, config.ranks or RANKS
     if config.name == "auto":
-        if config.stages_path is not None:
-            costs = _costs(config, (), 0)
-            return auto_schedule(costs, count), costs
         most = config.virtual_stages or 2
         return auto_placed(_rank_times(config), ranks, count, config.memory, most)
-    placement: tuple[int, ...] = ()
-    if config.stages_path is None:
-        placement = placement_for(config.name, ranks, config.virtual_stages)
+    placement = placement_for(config.name, ranks, config.virtual_stages)
     costs = _costs(config, placement, ranks)
     return make_schedule(config.name, costs, count), costs
 
@@ -167,13 +154,10 @@ def summary(schedule: Schedule, timing: Timing) -> str:
 
 
 def _costs(
-    config: ScheduleConfig, placement: tuple[int, ...], num_ranks: int
+    config: ScheduleConfig, placement: tuple[int, ...], ranks: int
 ) -> PipelineCosts:
-    """Costs from the stage file, or of equal ranks in a placement."""
-    if config.stages_path is None:
-        return equal_costs(_rank_times(config), placement, num_ranks, config.memory)
-    defaults = config.ranks, config.times, config.communication, config.memory
-    return read_toml(config.stages_path, lambda raw: read_stages(raw, *defaults))
+    """Costs of equal ranks in a placement."""
+    return equal_costs(_rank_times(config), placement, ranks, config.memory)
 
 
 def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> None:
@@ -240,28 +224,13 @@ def _times(
     help="Stages per rank of the interleaved schedules and gpipe (default: 2 and 1);"
     " the most that auto tries (default: 2).",
 )
-@click.option(
-    "--stages",
-    "stages_path",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="TOML file of unequal stages (below).",
-)
 @json_option
 @csv_option
 def schedule(**settings: Any) -> None:
     """Draw the pipeline schedule NAME and print its costs.
 
     NAME is gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, interleaved-zb, v-half,
-    v-min, auto (the least makespan within --memory), or a CSV file of actions.
-
-    \b
-    The file of --stages holds every stage in the model's order:
-      memory = [4, 4]          # per rank; optional
-      [[stage]]
-      rank = 0
-      times = [1.0, 1.0, 1.0]  # F, I, W of this stage; default: --times
-      backward = 1.9           # whole backward at once; optional, default I + W
-      activation = 1.0         # units of memory of a microbatch; optional
-      link = 0.1               # message to the next stage; default: --comm
-    """  # noqa: D301 - click keeps the lines after a backspace as they are
+    v-min, auto (the least makespan within --memory), or a CSV file of actions. Stages
+    are equal; `elche plan pipeline` schedules unequal layers.
+    """
     run_schedule(ScheduleConfig(**settings))

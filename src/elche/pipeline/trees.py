@@ -25,17 +25,7 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
-    """Converts arrays (NumPy's, say) in a nested value to tensors that share memory.
-
-    Args:
-        value: a script's value.
-        where: name of the value, for messages.
-        is_cut: whether every tensor must be cuttable.
-
-    Raises:
-        ConfigError: the value has a non-numeric array, a tensor that is not dense or
-            has no values, or a container of another type, which could not be cut.
-    """
+    """Converts arrays (NumPy's, say) in a nested value to tensors that share memory."""
     if isinstance(value, torch.Tensor):
         if is_cut and not _is_dense(value):
             raise ConfigError(
@@ -74,18 +64,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:
-    """Flattens a nested value.
-
-    Args:
-        value: a nested value, such as a stage's output.
-        where: name of the value, for messages.
-
-    Returns:
-        The tensors, and a structure for :func:`unflatten`.
-
-    Raises:
-        ConfigError: the value contains an unsupported type.
-    """
+    """Flattens a nested value into tensors and a structure for :func:`unflatten`."""
     tensors: list[torch.Tensor] = []
     return tensors, _structure(value, tensors, where)
 

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: actions per rank, their order and cost.
 
 - ``actions``: the value types, named as in torch.distributed.pipelining.
-- ``formats``: text and CSV, including torch's own.
+- ``formats``: CSV, including torch's own.
 - ``costs``: times per stage and link, and memory.
 - ``codes``, ``lowering``: validity checks; sends and receives.
 - ``timing``: an event simulation of any list of actions.

@@ -129,13 +129,10 @@ class PipelineCosts:
 
 
 def renumbered(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[int, ...]]:
-    """Renumbers the ranks in the order of their first stages.
+    """Renumbers the ranks in the order of their first stages; and their old numbers.
 
     Published schedules then fit any order of the devices. Ranks without a stage are
     dropped.
-
-    Returns:
-        The renumbered costs, and the old number of each rank.
     """
     order = tuple(dict.fromkeys(costs.placement))
     number = {rank: new for new, rank in enumerate(order)}

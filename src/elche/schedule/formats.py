@@ -1,4 +1,4 @@
-"""Schedules as text and as CSV, which torch.distributed.pipelining reads and writes.
+"""Schedules as CSV, which torch.distributed.pipelining reads and writes.
 
 CSV (torch's ``_load_csv`` and ``_dump_csv``): one row per rank, one action per cell. In
 torch's files an empty cell is an idle step, and ``(0F1;1B0)OVERLAP_F_B`` runs several
@@ -46,17 +46,6 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     """
     rows = [list(_unrolled(row)) for row in csv.reader(io.StringIO(text, newline=""))]
     return _schedule_of(rows, name)
-
-
-def to_text(schedule: Schedule) -> str:
-    """Writes a schedule as readable text: one line per rank."""
-    lines = [
-        f"# {schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches"
-    ]
-    for rank, row in enumerate(schedule.actions):
-        lines.append(f"rank {rank}: {' '.join(map(str, row))}".rstrip())
-    return "\n".join(lines) + "\n"
 
 
 def _schedule_of(rows: Sequence[Sequence[StageAction]], name: str) -> Schedule:

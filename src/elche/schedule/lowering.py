@@ -145,11 +145,7 @@ def _message_after(
 
 
 def _sends(schedule: Schedule) -> dict[StageAction, StageAction]:
-    """The send of each receive.
-
-    Raises:
-        ConfigError: messages are missing or superfluous.
-    """
+    """The send of each receive."""
     actions = list(chain.from_iterable(schedule.actions))
     found = (_message_after(one, schedule.placement) for one in actions)
     send_of = {receive: send for send, receive in filter(None, found)}

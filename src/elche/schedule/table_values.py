@@ -40,9 +40,6 @@ def read_table(
         also: further keys of the table, which the caller reads.
         hidden: fields that a table must not set.
         given: fields that the caller sets, which override the table.
-
-    Raises:
-        ConfigError: a key is unknown, missing, or has an impossible value.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: expected a table, got {raw!r}")

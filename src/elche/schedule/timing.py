@@ -141,9 +141,6 @@ def run_rows(
         is_lowered: messages leave at the sends in `rows`, else with the computation.
         bursts: receives the order of the simulation, which respects all dependencies:
             pairs of a rank and its number of consecutive actions.
-
-    Raises:
-        ConfigError: the lists deadlock; the message shows each rank's missing input.
     """
     durations, links, rank_of = table.durations, table.links, table.rank_of
     last = table.num_stages - 1

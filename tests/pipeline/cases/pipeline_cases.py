@@ -595,3 +595,14 @@ def stopped(late_rank: int) -> tuple[list[str], float]:
     finally:
         waits.NAMED_AFTER_S = before
         logger.removeHandler(handler)
+
+
+def constructed_again() -> list[str]:
+    """What two impossible pipelines came to on this rank, and a step of a third."""
+
+    def step(schedule: str) -> None:
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+        with Pipeline(layers, loss_of, micro_batches=4, schedule=schedule, **CALM) as p:
+            p.step(torch.randn(8, WIDTH), torch.randint(3, (8,)))
+
+    return [told(lambda one=one: step(one)) for one in ("2f2b", "2f2b", "1f1b")]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.pipeline.cases.pipeline_cases import stopped, troubled
+from tests.pipeline.cases.pipeline_cases import constructed_again, stopped, troubled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
@@ -45,6 +45,12 @@ def test_a_failing_stage_is_told_everywhere(
         assert bad.startswith(expected)
         assert all_told in bad
         assert good.startswith("CommunicationError: the pipeline has ended (")
+
+
+def test_a_pipeline_after_two_that_could_not_be_made(ranks2: RankPool) -> None:
+    for *failed, works in ranks2.run(constructed_again, case_setup=serve_in_thread):
+        assert all("expected a schedule among" in one for one in failed), failed
+        assert works == ""
 
 
 def test_a_loss_that_is_no_scalar(ranks2: RankPool) -> None:

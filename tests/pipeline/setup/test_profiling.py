@@ -81,6 +81,35 @@ def test_measuring_takes_its_budget_and_one_microbatch(seconds: float) -> None:
     assert reports[-1] == "", "the report has ended"
 
 
+@pytest.mark.parametrize("quota", [0.1, 0.4, 1.0])
+def test_a_quota_slows_all_layers_alike(quota: float) -> None:
+    """Most layers run within one period; the waits fall on few of their runs."""
+    seconds = [0.001 * (1 + at % 4) for at in range(12)]
+    with virtual_time(quota):
+        found = profiled_of([Emulated(s).double() for s in seconds], batch()[0])
+    scales = [one.forward_s / s for one, s in zip(found, seconds, strict=True)]
+    assert scales == pytest.approx([scales[0]] * 12, rel=1e-6)
+    assert scales[0] == pytest.approx(1 / quota, rel=0.1)
+
+
+class Sleeping(Emulated):
+    """A layer that waits of its own accord."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            Clock.sleep(0.01)
+        return super().forward(x)
+
+
+def test_the_waits_of_a_layer_that_sleeps_count() -> None:
+    layers = [Emulated(0.01).double(), Sleeping(0.001).double()]
+    with virtual_time():
+        computing, sleeping = profiled_of(layers, batch()[0])
+    assert computing.forward_s == pytest.approx(0.01)
+    assert sleeping.forward_s == pytest.approx(0.021)
+    assert sleeping.input_gradient_s == pytest.approx(0.001)
+
+
 def test_layers_of_one_structure_and_other_times_are_told_apart() -> None:
     layers = [Emulated(s).double() for s in (0.01, 0.02, 0.01, 0.02, 0.0105)]
     with virtual_time():

@@ -22,7 +22,7 @@ from elche.schedule.planning.partition import (
     link_bound,
     sum_bound,
 )
-from elche.schedule.planning.partition_search import Evaluator, balanced, fits, refine
+from elche.schedule.planning.partition_search import Evaluator, fits, refine
 from elche.schedule.planning.profile import (
     ANY_KIND,
     DeviceProfile,
@@ -243,19 +243,6 @@ def test_refining_never_makes_it_worse(
     assert evaluator.step_s(refined) <= evaluator.step_s(start)
     assert sum(refined.sizes) == len(profile.layers)
     assert fits(table, refined)
-
-
-def test_devices_are_balanced_where_stages_are_not() -> None:
-    """Stages of equal work, of which the slow device can bear only one small one."""
-    table = ProfileTable(equal_layers(20, (1, 1, 0.25)), 4)
-    start = Partition((0, 1, 2, 2, 1, 0), (4, 4, 2, 2, 4, 4))
-    found = balanced(table, start)
-    held = {
-        device: sum(last - first + 1 for first, last in found.layers_of(device))
-        for device in range(3)
-    }
-    assert held == {0: 9, 1: 9, 2: 2}
-    assert found.devices == start.devices
 
 
 def equal_layers(count: int, speeds: tuple[float, ...]) -> PipelineProfile:

@@ -36,11 +36,7 @@ class Placeholder(nn.Parameter):
 
 
 def only_optimizer(given: Any) -> torch.optim.Optimizer:
-    """Checks and returns a single optimizer.
-
-    Raises:
-        ConfigError: the argument is not one optimizer.
-    """
+    """Checks and returns a single optimizer."""
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
             "expected one torch optimizer over this rank's parameters, got "
@@ -50,12 +46,7 @@ def only_optimizer(given: Any) -> torch.optim.Optimizer:
 
 
 def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Checks and returns one or several optimizers as a tuple.
-
-    Raises:
-        ConfigError: an argument is not an optimizer, or has one state for all
-            parameters.
-    """
+    """Checks and returns one or several optimizers as a tuple."""
     found = (given,) if isinstance(given, torch.optim.Optimizer) else given
     if not isinstance(found, (tuple, list)) or not all(
         isinstance(one, torch.optim.Optimizer) for one in found
@@ -90,14 +81,7 @@ def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
 
 
 def check_alike(reports: Sequence[Mapping[str, str]]) -> None:
-    """Raises unless all ranks have the same optimizers with the same groups.
-
-    Args:
-        reports: each rank's description of its optimizers.
-
-    Raises:
-        MismatchError: they differ; the message names the first difference.
-    """
+    """Raises unless all ranks have the same optimizers with the same groups."""
     for rank, theirs in enumerate(reports):
         for place in dict.fromkeys((*reports[0], *theirs)):
             mine, other = reports[0].get(place), theirs.get(place)
@@ -119,15 +103,7 @@ def keyed(groups: Sequence[dict[str, Any]]) -> list[tuple[int | str, dict[str, A
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Names) -> NamedState:
-    """State of an optimizer by parameter name.
-
-    Args:
-        optimizer: optimizer over parameters of this rank.
-        names: names of this rank's parameters.
-
-    Raises:
-        ConfigError: the optimizer has a parameter of no layer on this rank.
-    """
+    """State of an optimizer by parameter name."""
     states: dict[str, Any] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -181,11 +157,6 @@ def load_named_state(
     optimizer: torch.optim.Optimizer, names: Names, saved: NamedState
 ) -> None:
     """Loads this rank's part of a state by name, including settings of groups.
-
-    Args:
-        optimizer: optimizer over parameters of this rank, with the saved groups.
-        names: names of this rank's parameters.
-        saved: state of at least this rank's parameters.
 
     Raises:
         ConfigError: `saved` is not such a state.

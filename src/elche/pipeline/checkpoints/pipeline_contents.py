@@ -54,11 +54,7 @@ class PipelineContents:
         return {n: one for n, one in known if not isinstance(one, Optimizer)}
 
     def capture(self, loop: Mapping[str, int]) -> Captured:
-        """Copies all state on this rank; must be called on all ranks together.
-
-        Raises:
-            ConfigError: a trained parameter has no registered optimizer.
-        """
+        """Copies all state on this rank; must be called on all ranks together."""
         pipe, passes = self.pipe, self.pipe.passes
         pipe.average_buffers()
         self._refuse_unknown()

@@ -82,11 +82,7 @@ class PipelineState:
 
     @staticmethod
     def only_open() -> PipelineState | None:
-        """State of the only open pipeline of this process, or None.
-
-        Raises:
-            ConfigError: several pipelines are open.
-        """
+        """State of the only open pipeline of this process, or None."""
         found = [state for one in _open if (state := one()) is not None]
         if len(found) > 1:
             raise ConfigError(
@@ -208,11 +204,7 @@ class PipelineState:
         return join_states(parts) if parts else {}
 
     def _agree(self, what: str, rank: int | None, make: Callable[[], Any]) -> list[Any]:
-        """Gathers values from all ranks, which must request the state on the same rank.
-
-        Raises:
-            MismatchError: ranks request different ranks.
-        """
+        """Gathers values from all ranks, which must want the state on the same rank."""
         if self.communicator.peers is None:
             return [make()]
         reports = self.communicator.agree(lambda: [rank, make()], what)
@@ -222,10 +214,7 @@ class PipelineState:
         return [one for _, one in reports]
 
     def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
-        """Gathers the parts of this rank's replica on the CPU, on one rank or on all.
-
-        Ranks of other replicas send nothing: their parts are the same.
-        """
+        """Gathers the parts of this rank's replica on the CPU of one rank or of all."""
         tensors, structure = flatten(mine, "the state")
         copied = [one.detach().to("cpu", copy=True) for one in tensors]
         peers = self.communicator.peers
@@ -255,11 +244,7 @@ class PipelineState:
         return self.passes.is_open or (counts_epochs and self.passes.steps_outside > 0)
 
     def check_cut(self) -> None:
-        """Rejects a checkpoint inside an epoch whose remaining batches are unknown.
-
-        Raises:
-            ConfigError: the loop does not use `Pipeline.batches`.
-        """
+        """Rejects a checkpoint inside an epoch whose remaining batches are unknown."""
         if not self.passes.is_open:
             raise ConfigError(
                 "elche.save() inside this loop cannot record the rest of the epoch: "

@@ -74,9 +74,6 @@ class Arguments:
             sample: one microbatch.
             device: device for its tensors.
             omitted: arguments of the sample that become None.
-
-        Raises:
-            ConfigError: forward does not accept it, or it has fewer than two samples.
         """
         sample = as_tensors(sample, "the sample")
         samples = batch_samples(sample)
@@ -109,11 +106,7 @@ class Arguments:
         return {name: unflatten(one, left) for name, one in self.structures.items()}
 
     def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
-        """Arguments with tensors in the sample that a batch leaves out, or has as None.
-
-        Raises:
-            ConfigError: the model's forward does not take the batch.
-        """
+        """The sample's tensor arguments that a batch leaves out, or has as None."""
         given = self.of_batch(batch, keywords)
         return [name for name in dict.fromkeys(self.owners) if given.get(name) is None]
 
@@ -168,9 +161,6 @@ class Arguments:
         """Tensors of a call, in the order of the trace.
 
         Arguments without tensors may be omitted.
-
-        Raises:
-            ConfigError: the call does not match the sample.
         """
         given = self.named(args, keywords)
         tensors: list[torch.Tensor] = []
@@ -228,11 +218,7 @@ class Arguments:
         self._seen.add(sizes)
 
     def of_batch(self, batch: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a batch by name, as a stage passes it to its first layer.
-
-        Raises:
-            ConfigError: forward does not accept them.
-        """
+        """Arguments of a batch by name, as a stage passes it to its first layer."""
         if isinstance(batch, dict):
             return self.named((), {**batch, **keywords})
         return self.named(batch if isinstance(batch, tuple) else (batch,), keywords)

@@ -23,10 +23,6 @@ def settle(made: fx.GraphModule, names: Mapping[int, str]) -> fx.Graph:
         made: the trace; its graph is changed.
         names: name for each of the model's parameters and buffers, by the id of the
             tensor that stands for it in the trace.
-
-    Raises:
-        ConfigError: the code uses autocast, a module without gradients, or a tensor
-            that is neither the model's nor a small constant.
     """
     for node in [one for one in made.graph.nodes if one.op == "get_attr"]:
         value = getattr(made, node.target)
@@ -59,10 +55,6 @@ def _detach_without_grad(graph: fx.Graph) -> None:
 
     Uncut modules set switches themselves when they run; the trace has their empty
     pairs, which are dropped.
-
-    Raises:
-        ConfigError: there is autocast or inference mode around traced code, or a module
-            in no_grad.
     """
     has_grad, casts = True, 0
     switches: list[fx.Node] = []
@@ -96,12 +88,7 @@ def _detach_without_grad(graph: fx.Graph) -> None:
 
 
 def _detach_inputs(node: fx.Node, found: dict[fx.Node, fx.Node]) -> None:
-    """Detaches a node's inputs.
-
-    Args:
-        node: node in a region without gradients.
-        found: the region's nodes so far, and detached inputs; extended.
-    """
+    """Detaches a node's inputs."""
     for one in node.all_input_nodes:
         is_tensor = isinstance(one.meta.get("val"), torch.Tensor)
         if one not in found and (is_tensor or one.op == "get_attr"):

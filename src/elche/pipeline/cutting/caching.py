@@ -42,14 +42,7 @@ def _name(signature: inspect.Signature) -> str:
 def cached_arguments(
     model: nn.Module, sample: Any, device: torch.device, omitted: Collection[str]
 ) -> Arguments:
-    """Arguments of a sample after a past, whose length is given by a tensor.
-
-    Args:
-        model: model that accepts a cache.
-        sample: sample that the model was cut with.
-        device: device of the trace.
-        omitted: arguments of the sample that are None.
-    """
+    """Arguments of a sample after a past, whose length is given by a tensor."""
     read = Arguments.read(model, sample, torch.device("cpu"), omitted)
     given = read.filled(read.tensors)
     if "use_cache" in read.signature.parameters:
@@ -61,12 +54,7 @@ def cached_arguments(
 
 
 def traced_forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
-    """Traced logits, with a cache of which only the length is known.
-
-    Args:
-        model: model with fake tensors.
-        given: see `cached_arguments`, with the trace's tensors.
-    """
+    """Traced logits, with a cache of which only the length is known."""
     name = _name(inspect.signature(model.forward))
     past = given[name].shape[0]
     cache = _dynamic_cache()
@@ -97,14 +85,7 @@ def after_past(
     keywords: dict[str, Any],
     cache: dict[str, Any],
 ) -> list[Any]:
-    """Inputs of a layer's code, which end with its cache of keys and values.
-
-    Args:
-        arguments: arguments of the model's trace, for its first layer.
-        values: the layer's inputs for new positions.
-        keywords: the first layer's keywords.
-        cache: the layer's cache in `Pipeline.generate`, empty at first.
-    """
+    """Inputs of a layer's code, which end with its cache of keys and values."""
     if PAST not in cache:
         cache[PAST], cache["length"] = _dynamic_cache(), 0
     if arguments is not None:

@@ -27,13 +27,7 @@ _BY_SAMPLES = (
 
 
 def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss | None:
-    """Finds the loss in a traced model's output, and what it is a mean over.
-
-    Args:
-        graph: the trace.
-        output: structure of the model's output.
-        arguments: arguments of the trace.
-    """
+    """Finds the loss in a traced model's output, and what it is a mean over."""
     ends = iter(next(node for node in graph.nodes if node.op == "output").args[0])
     loss = OwnLoss(arguments)(tree_map(lambda _: next(ends), output))
     if loss is None:

@@ -42,11 +42,7 @@ class OwnLoss:
         return output.get("loss") if isinstance(output, Mapping) else None
 
     def count(self, batch: Any, keywords: Mapping[str, Any]) -> float | None:
-        """Number of labels that a microbatch's loss is a mean over.
-
-        Returns:
-            The number; None for a mean over samples, and without labels.
-        """
+        """Number of labels that a loss is a mean over; None for a mean over samples."""
         named = self.arguments.of_batch(batch, keywords)
         if self.labels is None or any(named.get(name) is None for name in self.used):
             return None

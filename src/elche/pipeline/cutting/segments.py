@@ -125,10 +125,6 @@ def cut_model(
         omitted: to cut the model again, for evaluation alone: arguments of the sample
             that are None.
         has_cache: whether layers take a cache, see `elche.pipeline.cutting.caching`.
-
-    Raises:
-        ConfigError: there is no such submodule, the code between uncut submodules
-            cannot be cut, or traced without these arguments or with a cache.
     """
     if sample is None:
         raise ConfigError(
@@ -171,11 +167,7 @@ def cut_model(
 def _layers(
     model: nn.Module, choice: CutChoice, trace: ModelTrace
 ) -> list[dict[bool, Code]]:
-    """Cuts the traces into the codes of each layer; one, if its modes' are equal.
-
-    Raises:
-        ConfigError: training and evaluation call different submodules.
-    """
+    """Cuts the traces into the codes of each layer; one, if its modes' are equal."""
     made: list[list[dict[bool, Code]]] = []
     called: list[list[list[str]]] = []
     for mode, one in trace.codes.items():

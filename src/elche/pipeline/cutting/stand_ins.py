@@ -154,10 +154,7 @@ class StandIns:
 def _with_values(
     fake: torch.Tensor, sample: torch.Tensor | None, shape: list[int]
 ) -> torch.Tensor:
-    """A tensor of a shape: the sample, repeated, or made-up values.
-
-    Those are normal numbers, zeros as indices, and True in masks.
-    """
+    """A tensor of a shape: the sample, repeated, or made-up values."""
     device = "cpu" if fake.is_meta else fake.device
     if sample is not None and not sample.is_meta:
         for dim, size in enumerate(shape):

@@ -69,15 +69,8 @@ def trace_calls(
 ) -> ModelTrace:
     """Traces a model in training and in evaluation, or again in evaluation alone.
 
-    Args:
-        model: the user's model, possibly on the meta device; it is not modified.
-        whole: name of each uncut submodule, by id.
-        sample: one microbatch of its input.
-        omitted: see `elche.pipeline.cutting.segments.cut_model`.
-        has_cache: see there.
-
-    Raises:
-        ConfigError: the code between the submodules cannot be traced.
+    The model is not modified. `whole` has the name of each uncut submodule, by id; the
+    others are those of `elche.pipeline.cutting.segments.cut_model`.
     """
     device = _device_of(model, may_differ=omitted is not None)
     read = cached_arguments if has_cache else Arguments.read
@@ -138,11 +131,7 @@ def _device_of(model: nn.Module, may_differ: bool) -> torch.device:
 
 @contextmanager
 def _refusing(calls: ModuleCalls) -> Iterator[None]:
-    """Adds the failing module's name to errors of the tracer.
-
-    Raises:
-        ConfigError: tracing failed.
-    """
+    """Adds the failing module's name to errors of the tracer."""
     try:
         yield
     except ConfigError:

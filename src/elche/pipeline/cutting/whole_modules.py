@@ -42,9 +42,6 @@ def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
         model: model to cut.
         points: names of submodules before which to cut; or by name
             ``SplitPoint.BEGINNING`` or ``SplitPoint.END`` of torch's pipelining.
-
-    Raises:
-        ConfigError: there is no such module, or forward does not call it.
     """
     if isinstance(points, str):
         raise ConfigError(

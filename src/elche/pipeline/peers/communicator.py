@@ -94,11 +94,8 @@ class PipelineCommunicator:
     def _survive(self, error: CommunicationError) -> list[Any] | None:
         """Connects the ranks that are left after a loss, if the run survives it.
 
-        Returns:
-            Result of the call's last exchange, if another rank has ended the call.
-
-        Raises:
-            CommunicationError: `error`; the pipeline has ended.
+        Returns the result of the call's last exchange if another rank has ended it;
+        else the call is repeated.
         """
         is_repeated, self._is_repeated = self._is_repeated, False
         with self.ending_on_failure():

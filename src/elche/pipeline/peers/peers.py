@@ -110,6 +110,8 @@ class StagePeers:
         _joined[placement.coordinator, placement.key] = number
         name, members = f"pipeline/{number}", range(placement.world_size)
         try:
+            if number > 1:  # this rank has left with its earlier pipeline
+                channel.send(ReplicasFormed(rank=placement.rank, replicas=()))
             return StagePeers._form(placement, channel, name, members, timeout_s)
         except BaseException:
             channel.close()
@@ -156,11 +158,7 @@ class StagePeers:
         return False
 
     def rejoin(self, timeout_s: float) -> tuple[StagePeers, tuple[int, ...]]:
-        """Connects to the ranks that are left, which are numbered anew.
-
-        Returns:
-            The new connections, and the former numbers of their ranks.
-        """
+        """Connects to the ranks that are left; returns also their former numbers."""
         self.disconnect()
         _reduced.add((self._placement.coordinator, self._placement.key))
         regroups = self._channel.take(Regroup)
@@ -295,12 +293,7 @@ class StagePeers:
     ) -> None:
         """Waits for a collective of some ranks; raises as `Waits.until` does.
 
-        Args:
-            poll: returns True when the collective is complete.
-            end: called on completion; raises RuntimeError if it has failed.
-            ranks: participating ranks.
-            what: description for errors.
-            timeout_s: deadline (s).
+        `end` is called on completion; it raises RuntimeError if that is a failure.
         """
 
         def look() -> bool:

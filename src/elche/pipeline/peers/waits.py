@@ -120,13 +120,9 @@ class Waits:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Waits for other ranks. The log names a rank that is unusually late.
+        """Waits until `look`, which polls for a moment, returns True.
 
-        Args:
-            look: polls for a moment; returns True when the wait is over.
-            ranks: awaited ranks.
-            what: description for errors.
-            timeout_s: deadline (s).
+        The log names a rank that is unusually late.
 
         Raises:
             DeadlineError: the deadline has passed; the message names the late ranks.
@@ -188,10 +184,7 @@ class Waits:
             )
 
     def _follow(self, ranks: Sequence[int]) -> tuple[dict[int, str], list[int]]:
-        """Awaited ranks that wait for no rank, and all ranks on the path to them.
-
-        Of the former, with their reports.
-        """
+        """Late ranks with their reports, and all ranks on the path of waits to them."""
         seen, late = [self._rank], dict[int, str]()
         to_ask = list(ranks)
         while to_ask:

@@ -81,10 +81,6 @@ def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups
 
     `replicas` is their number, with equally many consecutive ranks each; or the ranks
     of each replica in the order of its pipeline.
-
-    Raises:
-        ConfigError: the ranks do not divide evenly, or a rank belongs to no replica or
-            to two.
     """
     if isinstance(replicas, int):
         each, rest = divmod(world_size, replicas)
@@ -136,14 +132,7 @@ class ReplicaShares:
         return [scale * count / total for count in counts[replica]]
 
     def loss(self, by_replica: Sequence[Sequence[float]]) -> float | None:
-        """Loss over all replicas' batches, from the losses of all microbatches.
-
-        Returns:
-            The loss, or None without any losses.
-
-        Raises:
-            ConfigError: some replicas with a batch have losses, and others have none.
-        """
+        """Loss over all replicas' batches; None without any losses."""
         active = [i for i, sizes in enumerate(self.sizes) if sizes]
         without = [i for i in active if not by_replica[i]]
         if len(without) == len(active):
@@ -171,13 +160,8 @@ def read_shares(
 ) -> ReplicaShares:
     """Computes a step's shares from the ranks' reported batch sizes.
 
-    Args:
-        reports: samples of batch and target, per rank: None without one, -1 for a
-            target whose samples cannot be counted.
-        groups: the replicas.
-        counts: microbatches of each replica.
-        reduction: reduction of the loss.
-        needs_target: whether a batch without a target is an error.
+    `reports` has the samples of batch and target, per rank: None without one, -1 for a
+    target whose samples cannot be counted. `counts` has each replica's microbatches.
 
     Raises:
         ConfigError: batch and target of a replica do not match, or no replica has a

@@ -85,11 +85,9 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
 
 
 def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[Unit]:
-    """Groups parameters of a role into units; the same on every rank.
+    """Groups parameters of a role into units, in the order in which all reduce them.
 
-    Returns:
-        Units sorted by ranks, then by when they are complete on the first of these
-        ranks, which is the order in which all reduce them.
+    Sorted by ranks, then by when they are complete on the first of these ranks.
     """
     users: dict[str, dict[int, set[int]]] = {}
     layer_of: dict[str, int] = {}

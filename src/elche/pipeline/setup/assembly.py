@@ -23,7 +23,7 @@ from elche.pipeline.stage import Layer, Stage, named_parameters
 from elche.pipeline.step.executor import Executor
 from elche.runtime.emulation import EmulationConfig
 from elche.schedule.actions import Kind
-from elche.schedule.formats import to_text
+from elche.schedule.formats import to_csv
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Parts:
             isinstance(self.given.loss_fn, OwnLoss),
         ]
         schedule = self.plan.schedule
-        digest = hashlib.sha256(to_text(schedule).encode()).hexdigest()
+        digest = hashlib.sha256(to_csv(schedule).encode()).hexdigest()
         form = (
             f"{schedule.name} of {schedule.num_stages} stages and "
             f"{schedule.num_microbatches} microbatches ({digest[:16]})"
@@ -173,11 +173,7 @@ class Parts:
 
 
 def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> Parts:
-    """Builds this rank's layers, stages and executor for a plan.
-
-    Raises:
-        ConfigError: a layer cannot be built.
-    """
+    """Builds this rank's layers, stages and executor for a plan."""
     rank = 0 if peers is None else peers.rank
     layers, seed = given.layers, given.config.seed
     if seed is None and plan.schedule.num_ranks > 1:

@@ -99,10 +99,6 @@ class LayerList:
             seed: makes every layer independent of where it is built; torch's generators
                 are restored afterwards.
             meta: makes and initialises tensors of layers on the meta device.
-
-        Raises:
-            ConfigError: a factory does not make a module, or a meta layer has no
-                initialisation.
         """
         ties, meta = self.ties(), meta or MetaTensors()
         # Afterwards every rank's script draws the same numbers, whatever it built.
@@ -153,9 +149,6 @@ def layers_of(
             modules of it, or new modules that hold its parameters.
         points: split points, instead of `split`.
         sample: one microbatch of the input, to trace the module.
-
-    Raises:
-        ConfigError: the model is of another type, or layers and model do not match.
     """
     if points is not None and (split is not None or not isinstance(model, nn.Module)):
         raise ConfigError(
@@ -201,12 +194,7 @@ def layers_of(
 
 
 def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
-    """Layers that `split` made of a model, checked against the model's tensors.
-
-    Raises:
-        ConfigError: a layer is not a module, or holds a tensor that the model has not,
-            or a tensor of the model is in no layer.
-    """
+    """Layers that `split` made of a model, checked against the model's tensors."""
     prefixes = {id(one): name for name, one in model.named_modules()}
     originals: dict[int, str] = {}
     for name, one in _held(model):
@@ -265,9 +253,6 @@ def _check_layer(module: nn.Module, index: int | None) -> None:
     """Rejects modules that torch shards, reduces or steps itself, and lazy modules.
 
     A stage's first batch comes long after its optimizer.
-
-    Raises:
-        ConfigError: it is such a module, or a parameter or buffer has no size yet.
     """
     where = "the model" if index is None else f"layer {index}"
     named = (*module.named_parameters(), *module.named_buffers())

@@ -38,11 +38,7 @@ USABLE_SHARE = 0.9
 
 
 def check_measuring(schedule: str | Schedule, config: PipelineConfig) -> None:
-    """Raises unless settings allow a plan from measured times.
-
-    Raises:
-        ConfigError: there is no sample, or the plan is given already.
-    """
+    """Raises unless settings allow a plan from measured times."""
     if config.sample is None:
         raise ConfigError(
             'costs="measure" needs sample=, one microbatch of the input, on every rank'
@@ -77,9 +73,6 @@ def memory_limit(
         The limit in the settings; else a fraction of the device's free memory.
         Infinite on the CPU, whose memory is shared and can be swapped, and where the
         device does not say.
-
-    Raises:
-        ConfigError: the settings do not have one limit per rank.
     """
     if config.memory_bytes is not None:
         if len(config.memory_bytes) != placement.world_size:
@@ -111,21 +104,9 @@ def plan_measured(
 ) -> tuple[Schedule, PipelineConfig]:
     """Plan for the measurements of all ranks; the same on every rank.
 
-    Args:
-        by_rank: measurements of the layers, per rank.
-        limits: bytes per rank for parameters, their state and activations.
-        schedule: name of the schedule.
-        micro_batches: microbatches per step.
-        config: the other settings.
-        links: see `elche.pipeline.peers.link_probe.measure_links`.
-
     Returns:
         The schedule, compute only, in which a rank that would only lengthen the step
         has no stage; and settings with its partition and costs.
-
-    Raises:
-        MismatchError: ranks have different numbers of layers.
-        ConfigError: too little memory, or the schedule cannot run.
     """
     counts = [len(rows) for rows in by_rank]
     if len(set(counts)) > 1:

@@ -60,11 +60,6 @@ class MetaTensors:
     ) -> None:
         """Makes and initialises a layer's tensors; those with values keep them.
 
-        Args:
-            layer: layer of the model.
-            device: target device.
-            owners: see `elche.pipeline.setup.pretrained.owners`.
-
         Raises:
             ConfigError: a module has no initialisation, or nothing has computed a
                 buffer that no state_dict has.

@@ -43,19 +43,7 @@ def make_plan(
     num_layers: int,
     config: PipelineConfig,
 ) -> PipelinePlan:
-    """Resolves names and defaults into a plan.
-
-    Args:
-        schedule: a name, the path of a CSV file, or a schedule.
-        micro_batches: microbatches per step.
-        num_ranks: number of ranks of the pipeline.
-        num_layers: number of layers of the model.
-        config: further settings.
-
-    Raises:
-        ConfigError: schedule, ranks, layers and microbatches do not match, or
-            the schedule deadlocks.
-    """
+    """Resolves names and defaults into a plan."""
     check_asked(schedule, micro_batches)
     if num_layers < 1:
         raise ConfigError("the model has no layers")
@@ -89,11 +77,7 @@ def make_plan(
 
 
 def check_asked(schedule: object, micro_batches: object) -> None:
-    """Checks the types of schedule and microbatches.
-
-    Raises:
-        ConfigError: there are no microbatches, or the schedule is of another type.
-    """
+    """Checks the types of schedule and microbatches."""
     is_int = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
     if not is_int or micro_batches < 1:  # type: ignore[operator]
         raise ConfigError(

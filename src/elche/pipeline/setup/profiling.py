@@ -5,6 +5,10 @@ A layer is timed as it will run: through
 and unsplit. If its weight gradients cannot be deferred, or deferral costs too much, its
 backward runs unsplit. The plan (`elche.pipeline.setup.measured_plan`) then counts all
 of it as I, without W. A layer of known structure and time is not measured again.
+
+On the CPU a layer has its CPU time, times the ratio of wall time to CPU time of all
+measurements. A cgroup's quota stops a process for up to 0.1 s at a time: by wall time,
+a layer of a few milliseconds looks as fast as on a whole core, or many times slower.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import contextlib
 import copy
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -59,8 +64,10 @@ MOST_SPLIT_COST = 1.05
 LOG_EVERY_S = 5.0
 _LEAST_S = 1e-9
 _NOTHING = contextlib.nullcontext()
-_PassMessage: TypeAlias = Callable[[Message], float]
-"""Function that sends a message to this rank, and returns the time (s) at each end."""
+_PassMessage: TypeAlias = Callable[[Message], None]
+"""Function that sends a message to this rank and receives it."""
+_WALL, _CPU, _PARTS = 0, 4, 4
+"""First column of a row's wall and CPU times: F, I, W and one end of a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +107,6 @@ def profile_layers(
         device: device to measure on.
         emulation: speed of an emulated device, for one layer.
         report: called after each computation with the progress; "" at the end.
-
-    Raises:
-        ConfigError: a layer cannot be built, or returns no tensor.
     """
     tensors, structure = flatten(as_tensors(sample, "the sample"), "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))
@@ -111,16 +115,12 @@ def profile_layers(
         for index in range(len(layers)):
             given = profiler.measure(index, given)
     report("")
-    return profiler.found
+    return profiler.result()
 
 
 @final
 class _Profiler:
-    """A measurement in progress; most arguments as in `profile_layers`.
-
-    Attributes:
-        found: measurements of the layers so far.
-    """
+    """A measurement in progress; most arguments as in `profile_layers`."""
 
     def __init__(
         self,
@@ -128,13 +128,14 @@ class _Profiler:
         device: torch.device,
         emulation: EmulationConfig | None,
         report: Callable[[str], None],
-        pass_message: _PassMessage,
+        pass_message: _PassMessage | None,
     ) -> None:
-        self.found: list[LayerMeasurement] = []
+        self._found: list[tuple[LayerMeasurement, int]] = []  # and its clock
         self._layers, self._device, self._emulation = layers, device, emulation
         self._publish, self._pass_message = report, pass_message
         self._text, self._runs = "", 0
-        self._known: list[tuple[object, float, LayerMeasurement]] = []
+        self._known: list[tuple[object, float, tuple[LayerMeasurement, int]]] = []
+        self._spent_s, self._clock = [0.0, 0.0], _WALL
         self._begin_s = self._logged_s = time.perf_counter()
 
     def measure(self, index: int, given: Message) -> Message:
@@ -145,19 +146,20 @@ class _Profiler:
         expected_s = max(BUDGET_S - spent_s, spent_s / max(1, index) * rest)
         self._text = f"{index} of {index + rest} layers, {expected_s:.0f} s left"
         structure = _structure(layer.module, given)
-        split, row = self._runner(layer, True), tuple([math.inf] * 4)
+        split, row = self._runner(layer, True), tuple([math.inf] * 2 * _PARTS)
         for probe in range(2):  # the first one warms up, and may be disturbed
             saved: dict[int, int] = {}
             again, output = self._timed([split], given, 1, _counting(layer, saved))
             if index == probe == 0:  # torch imports a lot in its first backward
-                self._begin_s = time.perf_counter()
+                self._begin_s, self._spent_s = time.perf_counter(), [0.0, 0.0]
             row = min(row, again, key=sum)
             spent_s = time.perf_counter() - self._begin_s
-            run_s = max(_LEAST_S, sum(row[:3]))
+            run_s = max(_LEAST_S, sum(row[_WALL : _WALL + 3]))
+            own_s = max(_LEAST_S, sum(row[self._clock : self._clock + 3]))
             for known, known_s, found in self._known:
-                ratio = run_s / known_s
+                ratio = own_s / known_s
                 if known == structure and 1 / SAME_TIMES < ratio < SAME_TIMES:
-                    self.found.append(found)
+                    self._found.append(found)
                     return output
             if spent_s + run_s > BUDGET_S:
                 break
@@ -166,10 +168,22 @@ class _Profiler:
         if 2 * run_s < budget_s:
             rows = self._rows(layer, index, given, budget_s, run_s)
         sizes = sum(saved.values()), sum(one.nbytes for one in output.tensors)
-        found = _measurement(rows, layer, split.deferred > 0, *sizes)
-        self._known.append((structure, run_s, found))
-        self.found.append(found)
+        by_part = list(zip(*rows, strict=True))
+        both = (
+            by_part[self._clock + at : self._clock + at + _PARTS]
+            for at in (0, 2 * _PARTS)
+        )
+        columns = list(chain.from_iterable(both))
+        found = _measurement(columns, layer, split.deferred > 0, *sizes), self._clock
+        self._known.append((structure, own_s, found))
+        self._found.append(found)
         return output
+
+    def result(self) -> list[LayerMeasurement]:
+        """Measurements of the layers, in wall time."""
+        wall_s, cpu_s = (max(_LEAST_S, spent_s) for spent_s in self._spent_s)
+        scales = {_WALL: 1.0, _CPU: wall_s / cpu_s}
+        return [_scaled(one, scales[clock]) for one, clock in self._found]
 
     def _rows(
         self, layer: Layer, index: int, given: Message, budget_s: float, run_s: float
@@ -225,32 +239,52 @@ class _Profiler:
         """
         for runner in turns:
             runner.begin_step()
-        took_s: list[list[float]] = [[], [], [], []]
+        took_s: list[list[float]] = [[] for _ in range(2 * _PARTS)]
+        slept = _sleeps()
         for microbatch in range(under_way):
             for runner in turns:
-                begin_s = self._now_s()
+                begin = self._now()
                 with counting:
                     value = runner.forward(microbatch, given, {}, True)
                 message = runner.keep(microbatch, as_plain(value))
-                took_s[0].append(self._now_s() - begin_s)
-                took_s[3].append(self._pass_message(message))
+                begin = self._lap(took_s, 0, begin)
+                if self._pass_message is not None:
+                    self._pass_message(message)
+                    self._lap(took_s, 3, begin)
                 self._report()
         needed = zip(message.tensors, message.needs_grad, strict=True)
         gradients = [torch.ones_like(one) for one, is_needed in needed if is_needed]
         for microbatch in range(under_way):
             for runner in reversed(turns):
-                begin_s = self._now_s()
+                begin = self._now()
                 runner.backward_input(microbatch, gradients)
-                input_s = self._now_s()
+                begin = self._lap(took_s, 1, begin)
                 runner.backward_weight(microbatch)
-                took_s[1].append(input_s - begin_s)
-                took_s[2].append(self._now_s() - input_s)
+                self._lap(took_s, 2, begin)
                 self._report()
+        # CPU time misses the waits of a layer that sleeps: for I/O, for its threads.
+        does_sleep = _sleeps() - slept >= under_way * len(turns)
+        self._clock = _WALL if does_sleep or self._device.type != "cpu" else _CPU
+        if self._clock == _CPU:
+            self._spent_s[0] += sum(map(sum, took_s[:_CPU]))
+            self._spent_s[1] += sum(map(sum, took_s[_CPU:]))
+        for ends in took_s[3::_PARTS]:
+            ends[:] = [one / 2 for one in ends] or [0.0]
         return tuple(map(fmean, took_s)), message
 
-    def _now_s(self) -> float:
+    def _now(self) -> tuple[float, float]:
+        """Wall and CPU time (s)."""
         synchronize(self._device)
-        return time.perf_counter()
+        return time.perf_counter(), time.thread_time()
+
+    def _lap(
+        self, took_s: list[list[float]], part: int, begin: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Adds the times since `begin` to a part of a row; returns the present."""
+        now = self._now()
+        took_s[_WALL + part].append(now[0] - begin[0])
+        took_s[_CPU + part].append(now[1] - begin[1])
+        return now
 
     def _report(self) -> None:
         self._runs += 1
@@ -260,14 +294,29 @@ class _Profiler:
             logger.info("measuring on %s: %s", self._device, self._text)
 
 
+def _sleeps() -> int:
+    """Number of times that this thread has waited of its own accord."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def _scaled(one: LayerMeasurement, scale: float) -> LayerMeasurement:
+    return replace(
+        one,
+        forward_s=one.forward_s * scale,
+        input_gradient_s=one.input_gradient_s * scale,
+        weight_gradient_s=one.weight_gradient_s * scale,
+        backward_s=one.full_backward_s * scale,
+        message_s=one.message_s * scale,
+    )
+
+
 def _measurement(
-    rows: Sequence[Sequence[float]],
+    columns: Sequence[Sequence[float]],
     layer: Layer,
     is_deferred: bool,
     activation_bytes: int,
     output_bytes: int,
 ) -> LayerMeasurement:
-    columns = list(zip(*rows, strict=True))
     times = [max(_LEAST_S, median(column)) for column in columns]
     forward_s, input_s, weight_s, _, whole_s, *backward, message_s = times
     # Other load on the machine only adds to a time, so compare minima.
@@ -297,7 +346,7 @@ def _structure(module: nn.Module, given: Message) -> object:
 
 
 @contextlib.contextmanager
-def _message_path(device: torch.device) -> Iterator[_PassMessage]:
+def _message_path(device: torch.device) -> Iterator[_PassMessage | None]:
     """Path through shared memory from this rank to itself, where ranks have one."""
     into: IncomingMemory | None = None
     with contextlib.ExitStack() as stack:
@@ -305,17 +354,15 @@ def _message_path(device: torch.device) -> Iterator[_PassMessage]:
             with contextlib.suppress(OSError):
                 out = stack.enter_context(contextlib.closing(OutgoingMemory()))
                 into = IncomingMemory.open(out.offer)
-        if into is not None:
-            stack.callback(into.close)
+        if into is None:
+            yield None
+            return
+        stack.callback(into.close)
 
-        def pass_message(message: Message) -> float:
-            if into is None:
-                return 0.0
-            begin_s = time.perf_counter()
+        def pass_message(message: Message) -> None:
             out.send(0, Packed(message))
             for _ in into.read():
                 pass
-            return (time.perf_counter() - begin_s) / 2
 
         yield pass_message
 

@@ -115,9 +115,6 @@ class StageBackward:
 
         Returns:
             Output of the last layer, for :meth:`keep`.
-
-        Raises:
-            ConfigError: the stage changes its input in place without declaring it.
         """
         inputs = [
             tensor.detach().requires_grad_(needed)
@@ -147,11 +144,7 @@ class StageBackward:
             ) from error
 
     def keep(self, microbatch: int, value: Any) -> Message:
-        """Keeps a forward's outputs for backward; returns the next stage's message.
-
-        Raises:
-            ConfigError: the output contains no tensor.
-        """
+        """Keeps a forward's outputs for backward; returns the next stage's message."""
         where = f"the output of stage {self.stage.index}"
         tensors, structure = flatten(value, where)
         if not tensors:
@@ -211,10 +204,7 @@ class StageBackward:
             self.guard.after_weight(microbatch)
 
     def _emulated_s(self, given: Message) -> float:
-        """Time of forward and backward on the emulated device; 0 on a real one.
-
-        The first tensor that needs a gradient has the samples: masks may have none.
-        """
+        """Time of forward and backward on the emulated device; 0 on a real one."""
         if self._emulation is None:
             return 0.0
         pairs = zip(given.tensors, given.needs_grad, strict=True)

@@ -133,13 +133,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., _Output] | None:
 
 @final
 class _Split:
-    """Replacement forward of a split module; `types.MethodType` binds it.
-
-    Args:
-        module: the module. A copy made while it is split runs the plain forward.
-        forward: forward for the module's type that defers gradients of weights.
-        weights: its parameters by their places.
-    """
+    """Replacement forward of a split module; a copy of it runs the plain forward."""
 
     __name__ = "forward"  # looked up by a pickled copy of the module
 
@@ -268,11 +262,7 @@ def _weights_of(module: nn.Module) -> list[tuple[_Place, Any]]:
 
 
 def _hooks_made() -> object:
-    """A value that changes whenever a hook is registered on a tensor or a node.
-
-    torch numbers the handles of all hooks; without that number every call returns a new
-    value.
-    """
+    """A value that changes whenever a hook is registered on a tensor or a node."""
     return getattr(RemovableHandle, "next_id", None) or object()
 
 

@@ -167,11 +167,7 @@ class WeightGradients:
         self._open = None
 
     def add(self, site: Site) -> None:
-        """Records a deferred weight gradient.
-
-        Raises:
-            ConfigError: the stage or the loss function calls autograd itself.
-        """
+        """Records a deferred weight gradient."""
         if self._open is None:
             raise _differentiates_inside()
         self._open.append(site)

@@ -163,11 +163,7 @@ class Executor:
         )
 
     def loss(self, value: Any, target: Any, microbatch: int) -> torch.Tensor:
-        """Computes the loss of one microbatch.
-
-        Raises:
-            ConfigError: the loss is not a real scalar.
-        """
+        """Computes the loss of one microbatch."""
         found = self.loss_fn(value, target)
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             is_tensor = isinstance(found, torch.Tensor)

@@ -199,21 +199,13 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _behind(batch: Any, shape: Sequence[int], done: int, fixed: set[int]) -> Any:
-    """Part of a model's input for the new positions.
-
-    Args:
-        batch: input for all positions.
-        shape: shape of the tokens; tensors whose shape begins with it have positions.
-        done: number of cached positions.
-        fixed: indices of tensors that once had another length: they never have
-            positions, even if the sequence reaches their length.
-    """
+    """Part of a model's input for the new positions, after `done` cached ones."""
     places = itertools.count()
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         place = next(places)
         if tensor.shape[:2] != shape:
-            fixed.add(place)
+            fixed.add(place)  # never cut, even if tokens reach this length
         return tensor if place in fixed else tensor[:, done:]
 
     if isinstance(batch, dict):
@@ -225,10 +217,7 @@ def _behind(batch: Any, shape: Sequence[int], done: int, fixed: set[int]) -> Any
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Distance of two logits, relative to the second.
-
-    Excluded tokens have -inf in both.
-    """
+    """Distance of two logits, relative to the second; -inf in both counts as equal."""
     found, wanted = found.double().cpu(), wanted.double().cpu()
     is_ruled_out = torch.isneginf(found) & torch.isneginf(wanted)
     found, wanted = (one.masked_fill(is_ruled_out, 0.0) for one in (found, wanted))

@@ -37,10 +37,6 @@ def clip_norm(
 
     `copies` are ids of shared parameters that another rank counts. After an error
     nothing has changed.
-
-    Raises:
-        ConfigError: max_norm is not a number of at least 0, here or on another rank.
-        MismatchError: ranks pass different values.
     """
     mine = [one for one in parameters if one.grad is not None]
 
@@ -75,10 +71,6 @@ def unscale(
     """Implements `Pipeline.unscale_`, which all ranks call together.
 
     After an error nothing has changed.
-
-    Raises:
-        ConfigError: loss_scale is not above 0 and finite, here or on another rank.
-        MismatchError: ranks pass different scales.
     """
     if isinstance(loss_scale, torch.amp.GradScaler):
         given = only_optimizer(optimizer)

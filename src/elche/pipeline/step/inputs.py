@@ -82,12 +82,7 @@ class InputReport:
 
 
 def _part(call: Call, cutter: Microbatches, groups: ReplicaGroups, rank: int) -> Call:
-    """This replica's part of a call that was given the batch of all replicas.
-
-    Raises:
-        ConfigError: this rank has no batch, or a target of another size; or see
-            `Microbatches.learn`.
-    """
+    """This replica's part of a call that was given the batch of all replicas."""
     roles = {"batch": call.batch, "target": call.target, "keywords": call.keywords}
     given = {
         role: as_tensors(one, f"the {role} on rank {rank}", is_cut=False)
@@ -114,15 +109,10 @@ def read_call(
     groups: ReplicaGroups,
     compares: bool,
 ) -> tuple[InputReport, Given]:
-    """Reads the part of a call that this rank needs.
+    """Reads the part of a call that this rank needs; and the report of it.
 
-    Other replicas may have a batch where this one has none.
-
-    Returns:
-        The report for the other ranks, and the values on this rank's device.
-
-    Raises:
-        ConfigError: a value is wrong.
+    Other replicas may have a batch where this one has none. Values are on this
+    rank's device.
     """
     what, rank, may_rest = call.what, parts.rank, groups.are_several
     splits, whole = may_rest and parts.given.config.split_batches, call.batch
@@ -225,13 +215,6 @@ def check_reports(
 
     Returns:
         The model's arguments that the batches leave out.
-
-    Raises:
-        ConfigError: no layer accepts a keyword where it was given; a rank whose layers
-            name a keyword (`named`, by rank) was not given it; or outputs are requested
-            on a rank that does not exist.
-        MismatchError: ranks have different loss scales, request outputs elsewhere, or
-            leave out other arguments.
     """
     common([one.loss_scale for one in reports], "loss_scale")
     wanted = common([one.outputs for one in reports], "choice of outputs")

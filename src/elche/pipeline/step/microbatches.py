@@ -68,10 +68,6 @@ class Microbatches:
         Args:
             by_rank: what `shapes` returned on the ranks of one replica.
             checks_names: whether `whole` may only name values of this call.
-
-        Raises:
-            ConfigError: a value's first dimension may be the batch or not, or an
-                earlier call has decided otherwise; or `whole` names no value.
         """
         batch = next((one[""] for one in by_rank if "" in one), None)
         if batch is None:
@@ -113,9 +109,6 @@ class Microbatches:
         Returns:
             The weights; None for samples, and on other ranks. True if microbatches are
             weighted by samples, and have unequal shares of ignored targets.
-
-        Raises:
-            ConfigError: `weight_of` failed, or there are no samples to cut.
         """
         loss_fn, weight_of = self._parts.given.loss_fn, self._config.weight_of
         if self._config.loss_reduction == "sum":

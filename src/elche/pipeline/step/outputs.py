@@ -52,9 +52,6 @@ def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
 
     With fewer samples than `count` each is its own microbatch. `labelled` is the number
     of the target's samples, if known.
-
-    Raises:
-        ConfigError: the batch is empty, or batch and target differ.
     """
     if total < 1:
         raise ConfigError("the batch has no samples; leave empty batches out")

@@ -192,10 +192,7 @@ class Stepping:
     def _outputs(
         self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks | None
     ) -> Any:
-        """This replica's outputs, on the ranks that receive them.
-
-        Ranks without the last stage receive them on the CPU.
-        """
+        """This replica's outputs, on the ranks that receive them; else None."""
         peers, members = self.communicator.peers, self.groups.members
         if wanted is None or not shares.mine:
             return None
@@ -220,12 +217,7 @@ class Stepping:
         return outputs if peers.rank in to else None
 
     def _begin(self, call: Call) -> tuple[Given, ReplicaShares, Sequence[str]]:
-        """Agrees with all ranks on the call.
-
-        Returns:
-            This rank's input, all microbatches' samples, and the model's arguments that
-            the batch leaves out.
-        """
+        """Agrees with all ranks on the call: input, shares, and omitted arguments."""
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
         read: list[tuple[InputReport, Given]] = []

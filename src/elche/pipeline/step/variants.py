@@ -41,9 +41,6 @@ class CutVariants:
         """Executor of a variant; call it on all ranks with the same arguments.
 
         `omitted` are the arguments of the sample that the batch does not have.
-
-        Raises:
-            ConfigError: the model cannot be cut so, here or on another rank.
         """
         key = tuple(omitted), has_cache
         if key not in self._made:

@@ -28,11 +28,7 @@ from elche.schedule.generators.schedules import (
     fits_placement,
     fixed_orders,
 )
-from elche.schedule.generators.v_shape import (
-    V_HALF_STEPS,
-    V_TWO_THIRDS_STEPS,
-    block_rows,
-)
+from elche.schedule.generators.v_shape import V_HALF_STEPS, block_rows
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
 EXTRA_ACTIONS = 150_000  # budget of actions beyond the published schedules
@@ -63,13 +59,9 @@ def auto_placed(
 ) -> tuple[Schedule, PipelineCosts]:
     """Schedule of least makespan over equal ranks, over several placements.
 
-    Args:
-        times: times of one rank.
-        num_ranks: number of ranks.
-        num_microbatches: microbatches per step.
-        memory: memory units per rank, None without a limit.
-        most_stages: most stages per rank. Two, in a loop or in V placement, are always
-            tried; more stages shorten bubbles, and send more messages.
+    Two stages per rank, in a loop or in V placement, are always tried; up to
+    `most_stages` shorten bubbles, and send more messages. Without `memory`, in units
+    per rank, there is no limit.
 
     Returns:
         The schedule and the costs in its placement.
@@ -193,9 +185,8 @@ class _Search:
             self._list(patience)
             yield
         if self.costs.placement == v_placement(ranks):
-            for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
-                self._place("v block", block_rows(ranks, self.count, steps))
-                yield
+            self._place("v block", block_rows(ranks, self.count, V_HALF_STEPS))
+            yield
         if self.rows:
             self._place(self.name, self.rows)
 

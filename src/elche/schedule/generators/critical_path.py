@@ -84,10 +84,7 @@ def _swaps(
 def _ready_times(
     rows: Rows, starts: list[list[float]], table: CostTable, count: int
 ) -> tuple[list[list[tuple[float, int]]], dict[int, tuple[int, int]]]:
-    """Time at which each action's input arrives, the action behind it, and all places.
-
-    An action's key is ``index * 2``, plus 1 for a backward.
-    """
+    """Arrival and source (index * 2 + is_backward) of each input; places of sources."""
     place: dict[int, tuple[int, int]] = {}
     ends: dict[int, float] = {}
     for rank, (row, begun) in enumerate(zip(rows, starts, strict=True)):

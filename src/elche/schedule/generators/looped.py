@@ -38,12 +38,7 @@ def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
 
 
 def looped_rows(name: str, num_ranks: int, chunks: int, count: int) -> Rows:
-    """Codes of 1F1B or of a schedule derived from it.
-
-    Raises:
-        ConfigError: the microbatches of an interleaved schedule do not divide into its
-            max(1, count // p) rounds.
-    """
+    """Codes of 1F1B or of a schedule derived from it."""
     rounds = max(1, count // num_ranks) if name in LOOPED else 1
     if count % rounds:
         raise ConfigError(

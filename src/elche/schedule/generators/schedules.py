@@ -134,9 +134,6 @@ def fixed_orders(
 
     Each comes with None, or with the memory limit of each rank for `list_schedule`,
     which moves every W into gaps; zb-v has both versions. The costs are renumbered.
-
-    Raises:
-        ConfigError: unsupported number of microbatches.
     """
     ranks = table.num_ranks
     if name == "gpipe":

@@ -66,7 +66,6 @@ def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int,
 
 V_MIN_STEPS = (1, 1, 1, 1)
 V_HALF_STEPS = (1, 2, 1, 2)
-V_TWO_THIRDS_STEPS = (2, 2, 2, 2)  # unpublished: between V-Half and ZB-V
 
 
 def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> Rows:
@@ -103,12 +102,7 @@ def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> 
 def _shortest_block(
     num_ranks: int, steps: tuple[int, int, int, int]
 ) -> list[tuple[int, int, int, int]]:
-    """Finds the building block that ends first and in which no two passes collide.
-
-    Returns:
-        Slots of F, second F, second I and I on each rank, for one microbatch; the next
-        microbatch follows `_SLOTS` later.
-    """
+    """Slots of F, F, I and I per rank in the shortest block without collisions."""
     down, up, down_back, up_back = steps
     hops = num_ranks - 1
     blocks = []

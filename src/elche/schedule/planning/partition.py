@@ -203,11 +203,7 @@ def link_bound(table: ProfileTable, partition: Partition) -> float:
 def _first_microbatch(
     table: ProfileTable, partition: Partition
 ) -> Iterator[tuple[float, float, float]]:
-    """The first forward's times at each stage.
-
-    When it reaches the link before the stage, for how long a message occupies that
-    link, and when it arrives at the stage.
-    """
+    """Per stage: when the first forward reaches the link, its transfer, its arrival."""
     bounds, devices, reached = partition.boundaries, partition.devices, 0.0
     for stage, device in enumerate(devices):
         left, transfer = reached, 0.0
@@ -284,11 +280,7 @@ def _sums(values: Iterable[float]) -> list[float]:
 
 
 def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
-    """Costs of a partition's stages, in seconds and bytes.
-
-    Raises:
-        ConfigError: a device's memory is too small for its parameters and their state.
-    """
+    """Costs of a partition's stages, in seconds and bytes."""
     bounds, devices = partition.boundaries, partition.devices
     stages, links = [], []
     for stage, device in enumerate(devices):

@@ -7,9 +7,9 @@ same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from itertools import permutations
+from itertools import chain, combinations, pairwise, permutations
 
 from elche.errors import ConfigError
 from elche.schedule.actions import loop_placement, v_placement
@@ -24,6 +24,7 @@ from elche.schedule.planning.partition import (
 )
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
+ALL_PARTITIONS = 3_000  # most partitions that are tried exhaustively
 _LEAST_ACTIONS = 500  # minimum cost of one `auto` call, in timed actions
 _LIST_COST = 4  # cost of a list schedule, in timings of the same size
 _TOLERANCE = 1e-9
@@ -125,12 +126,7 @@ def descend(
 ) -> Partition:
     """Moves layers between stages, one at a time, while the measure decreases.
 
-    Args:
-        table: sums over the profile of model and devices.
-        start: the first partition.
-        least: measure of `start`.
-        measure: measures a partition, given the least measure so far; returns None
-            when the budget is spent.
+    `measure` gets the least measure so far, and returns None without a budget.
     """
     best, improved = start, True
     while improved:
@@ -178,28 +174,65 @@ def polish(
     return descend(table, start, (0.0, step_s(start)), measure)
 
 
+def best_named(
+    evaluator: Evaluator,
+    name: str,
+    starts: Iterable[Partition],
+    placements: Collection[tuple[int, ...]],
+    actions: int,
+) -> tuple[Partition | None, str]:
+    """The best partition for a published schedule; or why there is none.
+
+    Tries the starts, then all partitions if they are few, in the order of a lower
+    bound; then moves layers of the best. The budget is about `actions`.
+    """
+    reason, until = "", evaluator.actions + actions
+
+    def measure(partition: Partition, _: Measure) -> Measure | None:
+        nonlocal reason
+        if evaluator.actions >= until:
+            return None
+        if not fits(evaluator.table, partition):
+            return NEVER
+        try:
+            return evaluator.measure(name, partition)
+        except ConfigError as error:  # these microbatches on so many devices
+            reason = str(error)
+            return NEVER
+
+    table, best, least = evaluator.table, None, NEVER
+    every = [each for each in _every(table, placements) if fits(table, each)]
+    bounds = {each: least_s(table, each) for each in every}
+    for each in chain(starts, sorted(bounds, key=lambda one: bounds[one])):
+        if (0.0, bounds.get(each, 0.0)) < least:
+            found = measure(each, least) or NEVER
+            if found < least:
+                best, least = each, found
+    if best is None:
+        return None, reason
+    return descend(table, best, least, measure), ""
+
+
+def _every(
+    table: ProfileTable, placements: Collection[tuple[int, ...]]
+) -> Iterator[Partition]:
+    """All partitions in some placements; none if they are too many."""
+    devices, layers = len(table.profile.devices), len(table.profile.layers)
+    counts = [
+        math.perm(devices, len(set(one))) * math.comb(layers - 1, len(one) - 1)
+        for one in placements
+    ]
+    for placement in placements if sum(counts) <= ALL_PARTITIONS else ():
+        for ends in combinations(range(1, layers), len(placement) - 1):
+            sizes = tuple(b - a for a, b in pairwise((0, *ends, layers)))
+            for order in permutations(range(devices), len(set(placement))):
+                yield Partition(tuple(order[rank] for rank in placement), sizes)
+
+
 def least_s(table: ProfileTable, partition: Partition) -> float:
     """Lower bound of the step time under any schedule, of a partition that fits."""
     busiest = table.count * max(CostTable(costs_of(table, partition)).work)
     return max(busiest, link_bound(table, partition))
-
-
-def balanced(table: ProfileTable, start: Partition) -> Partition:
-    """Descends by the busiest device's work.
-
-    For several stages per device, where the exact partition balances stages instead of
-    devices.
-    """
-
-    def measure(moved: Partition, _: Measure) -> Measure:
-        return _imbalance(table, moved) if fits(table, moved) else NEVER
-
-    return descend(table, start, _imbalance(table, start), measure)
-
-
-def _imbalance(table: ProfileTable, partition: Partition) -> tuple[float, float]:
-    loads = loads_of(table, partition).values()
-    return max(loads), sum(each * each for each in loads)
 
 
 def loads_of(table: ProfileTable, partition: Partition) -> dict[int, float]:

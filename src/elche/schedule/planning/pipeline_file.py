@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from elche.errors import ConfigError
-from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
 from elche.schedule.planning.profile import (
     ADAM_STATE_FACTOR,
     ANY_KIND,
@@ -56,20 +55,6 @@ The file; times and bytes are those of one microbatch:
   [[link_between]]                # two devices that differ; optional
   devices = ["a", "b"]
   bytes_per_s = 1e9
-
-In place of layers, a GPT by its size, whose operations are counted:
-  [gpt]
-  blocks = 24
-  hidden = 1024
-  heads = 16
-  vocabulary = 50257
-  sequence = 1024
-  samples = 1                     # of a microbatch
-  bytes_per_value = 2             # of activations
-  keeps_scores = false            # attention without a flash kernel keeps them
-  [[device]]
-  name = "a"
-  flops_per_s = 60e12             # that its matmuls reach
 """
 
 
@@ -79,17 +64,11 @@ def read_pipeline_file(raw: Mapping[str, Any]) -> tuple[PipelineProfile, int | N
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
     """
-    known = {"microbatches", "state_factor", "gpt", "layer", "device", "link"}
+    known = {"microbatches", "state_factor", "layer", "device", "link"}
     check_keys(raw, known | {"link_between"}, "the file")
-    if ("gpt" in raw) == ("layer" in raw):
-        raise ConfigError("expected either [gpt] or [[layer]], which the model is")
     devices = _devices(raw)
-    if "gpt" in raw:
-        layers = gpt_layers(read_table(GptSize, "[gpt]", raw["gpt"]))
-    else:
-        layers = _layers(raw)
     profile = PipelineProfile(
-        layers=layers,
+        layers=_layers(raw),
         devices=devices,
         link=read_table(LinkProfile, "[link]", raw.get("link", {})),
         links=_links(raw, [device.name for device in devices]),
@@ -135,19 +114,11 @@ def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
     devices: list[DeviceProfile] = []
     for index, table in enumerate(tables(raw, "device")):
         where = f"[[device]] {index}"
-        if ("flops_per_s" in table) != ("gpt" in raw):
-            raise ConfigError(
-                f"{where}: expected flops_per_s beside [gpt], or speed and kind beside "
-                "[[layer]]"
-            )
-        # With [gpt] layer times are operation counts, and a device's speed its rate.
-        rate = number(table, "flops_per_s", where, 1.0)
         device = read_table(
             DeviceProfile,
             where,
             {"name": f"device {index}", **table},
-            also={"count", "flops_per_s"},
-            speed=rate * number(table, "speed", where, 1.0),
+            also={"count"},
         )
         count = whole(table, "count", where)
         names = [f"{device.name}-{copy}" for copy in range(count)]

@@ -27,7 +27,6 @@ from elche.schedule.generators.schedules import (
     placement_for,
 )
 from elche.schedule.planning.device_orders import device_orders
-from elche.schedule.planning.named_search import best_named
 from elche.schedule.planning.partition import (
     Partition,
     ProfileTable,
@@ -38,7 +37,7 @@ from elche.schedule.planning.partition import (
 )
 from elche.schedule.planning.partition_search import (
     Evaluator,
-    balanced,
+    best_named,
     fits,
     polish,
     refine,
@@ -58,6 +57,7 @@ KEPT_ORDERS = 4
 REFINED_STARTS = 2
 TRIES = 12  # most partitions tried per published schedule...
 TRIED_ACTIONS = 40_000  # ...and their total budget of actions
+NAMED_ACTIONS = 60_000  # budget of timed actions per published schedule
 AUTO_PLACEMENTS = 4
 AUTO_PARTITIONS = 2  # in each placement
 POLISHED_ACTIONS = 12_000  # budget for `auto` schedules around the best partition
@@ -113,11 +113,7 @@ class _PlanSearch:
         self.bound_s = math.inf
 
     def find_partitions(self) -> None:
-        """Times good partitions of every shape.
-
-        Raises:
-            ConfigError: too few layers for all devices, or too little memory.
-        """
+        """Times good partitions of every shape."""
         num_devices, num_layers = len(self.profile.devices), len(self.profile.layers)
         if self.config.use_all_devices and num_devices > num_layers:
             raise ConfigError(
@@ -146,10 +142,10 @@ class _PlanSearch:
         """A schedule on its best partition."""
         if name == "auto":
             return Alternative(name=name, candidate=self._auto())
-        stages = self.config.stages_per_device if name in LOOPED else None
-        starts = self._affordable(self._suiting(name), TRIES)
-        ranks = self._numbers_of_ranks(name)
-        best, reason = best_named(self.evaluator, name, stages, ranks, starts)
+        placements = self._placements(name)
+        starts = self._affordable(self._suiting(placements), TRIES)
+        args = name, starts, placements, NAMED_ACTIONS
+        best, reason = best_named(self.evaluator, *args)
         if best is None:
             reason = reason or self._why_not(name)
             return Alternative(name=name, candidate=None, reason=reason)
@@ -216,12 +212,7 @@ class _PlanSearch:
     def _refined(self, starts: list[Partition]) -> Partition:
         """Refines the best starts and returns the best partition so far."""
         fitting = [one for one in starts if self.evaluator.step_s(one) < math.inf]
-        fitting += [
-            balanced(self.table, each)
-            for each in sorted(fitting, key=self.evaluator.step_s)[:REFINED_STARTS]
-            if len(each.sizes) > len(each.ranks)
-        ]
-        ranked = sorted(dict.fromkeys(fitting), key=self.evaluator.step_s)
+        ranked = sorted(fitting, key=self.evaluator.step_s)
         self.starts += ranked[:1]
         for start in ranked[:REFINED_STARTS]:
             refine(self.evaluator, start, REFINED_ACTIONS)
@@ -243,26 +234,19 @@ class _PlanSearch:
                 best = refine(self.evaluator, fewer, REFINED_ACTIONS)
         return best
 
-    def _numbers_of_ranks(self, name: str) -> range:
-        """Numbers of devices to try for a schedule; at least 2 if it needs several."""
-        devices = len(self.profile.devices)
-        least = devices if self.config.use_all_devices else 1
-        return range(max(least, 2 if name in LOOPED + V_SHAPED else 1), devices + 1)
-
-    def _suiting(self, name: str) -> Iterator[Partition]:
-        """Partitions in a schedule's placement, alternating refined and exact ones."""
+    def _placements(self, name: str) -> list[tuple[int, ...]]:
+        """Placements of a schedule on different numbers of devices."""
+        most = len(self.profile.devices)
         stages = self.config.stages_per_device if name in LOOPED else None
-        ranked = self.evaluator.ranked()
+        least = 2 if name in LOOPED + V_SHAPED else 1
+        least = most if self.config.use_all_devices else least
+        return [placement_for(name, n, stages) for n in range(least, most + 1)]
+
+    def _suiting(self, placements: list[tuple[int, ...]]) -> Iterator[Partition]:
+        """Partitions in these placements, alternating refined and exact ones."""
+        ranked = [e for e in self.evaluator.ranked() if e.placement in placements]
         exact = [each for each in ranked if each in self.exact]
-        suiting = [
-            [
-                each
-                for each in some
-                if each.placement == placement_for(name, len(each.ranks), stages)
-            ]
-            for some in (ranked, exact)
-        ]
-        mixed = chain.from_iterable(zip_longest(*suiting))
+        mixed = chain.from_iterable(zip_longest(ranked, exact))
         yield from dict.fromkeys(each for each in mixed if each is not None)
 
     def _for_auto(self) -> list[Partition]:

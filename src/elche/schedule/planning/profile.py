@@ -92,11 +92,7 @@ class LayerProfile:
         return self.activation_bytes if kept is None else kept
 
     def times_on(self, kind: str) -> LayerTimes:
-        """Times on a kind of device.
-
-        Raises:
-            ConfigError: the layer has no times for this kind.
-        """
+        """Times on a kind of device."""
         found = self.times.get(kind, self.times.get(ANY_KIND))
         if found is None:
             raise ConfigError(
@@ -221,11 +217,7 @@ def _check_amount(name: str, value: float) -> None:
 
 
 def check_efficiency(efficiency: float) -> None:
-    """Rejects an efficiency outside (0, 1].
-
-    Raises:
-        ConfigError: the efficiency is not above 0 and at most 1.
-    """
+    """Rejects an efficiency outside (0, 1]."""
     if not 0.0 < efficiency <= 1.0:
         raise ConfigError(
             f"efficiency must be above 0 and at most 1, got {efficiency!r}; it is the "

@@ -31,9 +31,15 @@ SLOW_RANK = 1
 
 
 class Clock:
-    """Stands for the module `time` where times are measured: only delays take any."""
+    """Stands for the module `time` where times are measured: only delays take any.
 
-    now_s = 0.0
+    Attributes:
+        quota_s: CPU time (s) that a process has in each `PERIOD_S`; it then stops.
+    """
+
+    now_s = cpu_s = 0.0
+    quota_s = PERIOD_S = 0.1
+    sleeps = 0
 
     @classmethod
     def monotonic(cls) -> float:
@@ -42,16 +48,30 @@ class Clock:
     perf_counter = monotonic
 
     @classmethod
+    def thread_time(cls) -> float:
+        return cls.cpu_s
+
+    @classmethod
     def sleep(cls, seconds: float) -> None:
         cls.now_s += seconds
+        cls.sleeps += 1
+
+    @classmethod
+    def compute(cls, seconds: float) -> None:
+        """Takes CPU time, and waits for the next period where the quota is spent."""
+        periods = (cls.cpu_s + seconds) // cls.quota_s - cls.cpu_s // cls.quota_s
+        cls.cpu_s += seconds
+        cls.now_s += seconds + periods * (cls.PERIOD_S - cls.quota_s)
 
 
 @contextmanager
-def virtual_time() -> Iterator[None]:
+def virtual_time(quota: float = 1.0) -> Iterator[None]:
     """Layers and actions take as long as their delays say, on any machine."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (profiling, executor, backward, emulation):
             patch.setattr(module, "time", Clock)
+        patch.setattr(profiling, "_sleeps", lambda: Clock.sleeps)
+        patch.setattr(Clock, "quota_s", quota * Clock.PERIOD_S)
         yield
 
 
@@ -61,12 +81,12 @@ class Delay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        Clock.now_s += seconds
+        Clock.compute(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        Clock.now_s += ctx.seconds
+        Clock.compute(ctx.seconds)
         return gradient, None
 
 

@@ -13,9 +13,8 @@ reach.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from elche.errors import ConfigError
 from elche.schedule.planning.profile import ANY_KIND, LayerProfile, LayerTimes
 
 _STATE_BYTES = 4  # parameters are held in 32 bits, whatever the compute dtype
@@ -45,19 +44,6 @@ class GptSize:
     samples: int = 1
     bytes_per_value: int = 2
     keeps_scores: bool = False
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name != "keeps_scores" and value < 1:
-                raise ConfigError(
-                    f"expected {item.name} of a GPT of at least 1, got {value}"
-                )
-        if self.hidden % self.heads:
-            raise ConfigError(
-                f"expected hidden to be a multiple of heads ({self.heads}), got "
-                f"{self.hidden}"
-            )
 
     @property
     def tokens(self) -> int:

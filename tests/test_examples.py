@@ -62,15 +62,33 @@ def test_tokens() -> None:
     assert _run(sys.executable, "examples/tokens.py").stdout == ended.stdout
 
 
-@pytest.mark.slow  # tests/scripts has one of its kind
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_gan(nproc: int) -> None:
-    launcher = ("-m", "elche", "run", "--nproc", str(nproc))
-    ended = _run(sys.executable, *(launcher if nproc > 1 else ()), "examples/gan.py")
+@pytest.mark.parametrize("name", ["nanogpt", "gan", "policy_gradient"])
+def test_by_share(name: str) -> None:
+    """The slow rank's part becomes the smaller one; the parts make up the batch."""
+    launcher = ("-m", "elche", "run", "--speeds", "1,0.25")
+    ended = _run(sys.executable, *launcher, f"examples/by_share/{name}.py")
     assert ended.returncode == 0, ended.stderr
-    spread = [float(text) for text in re.findall(r"spread ([\d.]+)", ended.stdout)]
-    assert len(spread) == 4
-    assert abs(spread[-1] - 1.41) < 0.3 < abs(spread[0] - 1.41)
+    line = r"step (\d+) rank (\d): (\d+) (?:samples|episodes), \w+ ([\d.]+)"
+    found: dict[int, dict[int, int]] = {}
+    figures: dict[int, float] = {}
+    for step, rank, count, figure in re.findall(line, ended.stdout):
+        found.setdefault(int(step), {})[int(rank)] = int(count)
+        figures[int(step)] = float(figure)
+    first, last = min(found), max(found)
+    assert len({sum(parts.values()) for parts in found.values()}) == 1
+    assert found[first][0] == found[first][1]
+    assert found[last][0] > found[last][1]
+    if name == "nanogpt":
+        assert figures[last] < figures[first] - 1
+    else:  # the spread of the ring is 1.41, the best return 1
+        assert figures[last] > figures[first] + 0.3
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "policy_gradient"])
+def test_by_share_alone(name: str) -> None:
+    ended = _run(sys.executable, f"examples/by_share/{name}.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("rank 0: 64 ") >= 4
 
 
 @pytest.mark.slow

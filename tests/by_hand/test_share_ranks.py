@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elche.cadence.call_shares import CallShares
 from elche.errors import ConfigError
 from elche.session import sharing
 from elche.session.process import process
@@ -51,7 +52,7 @@ def test_different_calls_are_named_on_every_rank(ranks2: RankPool, kind: str) ->
 
 def test_a_plain_script_gets_all_samples() -> None:
     assert sharing.share(5) == range(5)
-    process.shares = None
+    assert sharing.share(3) == range(3)
 
 
 def test_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +71,6 @@ def test_a_run_with_a_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_smaller_group_divides_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     places = iter([(2, 3), (0, 2)])
     monkeypatch.setattr(sharing, "_place", lambda: next(places))
-    monkeypatch.setattr(process, "shares", None)
+    monkeypatch.setattr(process, "shares", CallShares(0, 1))
     assert sharing.share(6) == range(4, 6)
     assert sharing.share(6) == range(3)

@@ -69,7 +69,7 @@ def test_different_calls_are_refused() -> None:
     ranks[1].split(9, 0.0)
     rows = [each.facts() for each in ranks]
     for each in ranks:
-        with pytest.raises(ProtocolError, match="call it with the same n"):
+        with pytest.raises(ProtocolError, match="call it alike on every rank"):
             each.report(rows)
 
 

@@ -42,12 +42,12 @@ from elche.comm.tensors.unshareable import unshareable_module
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.config_parts import TransportConfig, TransportKind
-from elche.devices import choice
+from elche.devices.choice import CPU
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.process.environment import read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
 from elche.session.process import current_run, process, watch_exit
-from elche.session.sharing import note_facts, own_facts, waiting
+from elche.session.sharing import waiting
 
 BUFFER_RULES = ("mean", "first")
 
@@ -267,15 +267,12 @@ class Replica:
         self._is_stale |= self._structure.refresh()
         if self.world_size == 1:
             return what, [list(values)]
+        values = [*process.shares.facts(), *values]
         with waiting(self._device):
             is_stale, rows = announce(
-                self.group,
-                what,
-                self._structure,
-                [*own_facts(), *values],
-                is_stale=self._is_stale,
+                self.group, what, self._structure, values, is_stale=self._is_stale
             )
-        note_facts([row[:FACTS] for row in rows])
+        process.shares.report([row[:FACTS] for row in rows])
         if is_stale:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self._gradients.build(trained)
@@ -287,7 +284,7 @@ class Replica:
 
     @property
     def _device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), choice.CPU)
+        return next((p.device for p in self.model.parameters()), CPU)
 
 
 UNKNOWN = -1.0

@@ -141,13 +141,19 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--quiet", is_flag=True, help="Hide progress, which only a terminal shows."
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "-m", "--module", is_flag=True, help="SCRIPT names a module, as for python -m."
+)
+@click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+def run(script: str, arguments: tuple[str, ...], module: bool, **options: Any) -> None:
     """Run SCRIPT on several devices, one process each."""
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
-    config = _launch_config((script, *arguments), options)
+    if not (module or Path(script).is_file()):
+        raise click.BadParameter(f"{script!r} is no file", param_hint="SCRIPT")
+    words = ("-m", script, *arguments) if module else (script, *arguments)
+    config = _launch_config(words, options)
     result = launch_with_restarts(
         config,
         RestartConfig(**options),
@@ -162,7 +168,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
     """Makes the launch configuration; `RestartConfig`'s options stay in ``options``.
 
     Args:
-        words: the script and its arguments.
+        words: the script, or ``-m`` and a module, and its arguments.
         options: option values by name.
 
     Raises:

@@ -32,7 +32,7 @@ from elche.ddp.group import TorchGroup
 from elche.ddp.pass_weights import PassWeights
 from elche.devices.memory import widest_float
 from elche.errors import MismatchError
-from elche.session.sharing import note_facts, own_facts, waiting
+from elche.session.process import process
 
 Reduced = torch.futures.Future[torch.Tensor]
 UserHook = Callable[[Any, dist.GradBucket], Reduced]
@@ -174,7 +174,7 @@ class WeightedReduction:
         self._reference = 0.0
         self._weights: tuple[float, ...] = ()
         self._layouts: tuple[float, ...] = ()
-        self._shared: list[tuple[float, ...]] = []
+        self._shared: list[list[float]] = []
         self._factor: float | None = None
         self.last: DdpReduction | None = None
         self.is_armed = False
@@ -190,13 +190,7 @@ class WeightedReduction:
 
         Raises:
             CommunicationError: the reduction failed, or a rank timed out.
-            ProtocolError: ranks called `elche.share` differently.
         """
-        with waiting(bucket.buffer().device):
-            return self._reduce(bucket)
-
-    def _reduce(self, bucket: dist.GradBucket) -> Reduced:
-        """Sends one bucket, and collects the sums that have arrived."""
         buffer, is_last = bucket.buffer(), bucket.is_last()
         devices: Any = [] if buffer.device.type == "cpu" else [buffer.device]
         future = torch.futures.Future[torch.Tensor](devices=devices)
@@ -236,7 +230,7 @@ class WeightedReduction:
             device, numel = group.control_device, FACTS * group.world_size
             self._control = open_exchange(group, numel, widest_float(device), device)
         self._control.reclaim(AGREEING)
-        facts = [weight, 0.0, 0.0, *own_facts()]
+        facts = [weight, 0.0, 0.0, *process.shares.facts()]
         if buffers is not None:
             facts[1:3] = buffers.facts()
         if self.user_hook is not None:
@@ -259,8 +253,8 @@ class WeightedReduction:
             return self._factor
         assert self._control is not None
         facts = self._control.finish(AGREEING).view(-1, FACTS).tolist()
-        self._weights, written, layouts, *shared = zip(*facts, strict=True)
-        self._shared = [*zip(*shared, strict=True)]
+        self._weights, written, layouts, *_ = zip(*facts, strict=True)
+        self._shared = [row[3:] for row in facts]
         self._layouts = layouts if any(written) else ()
         total, self._factor = sum(self._weights), 1.0
         if self._is_mean and total and self._reference:
@@ -320,7 +314,7 @@ class WeightedReduction:
     def _end(self, wait_s: float) -> None:
         """Finishes the reduction: records it, broadcasts buffers, calls `at_end`."""
         self._agreed()
-        note_facts(self._shared)
+        process.shares.report(self._shared)
         weights = self._weights
         self._reference = sum(weights) or self._reference
         self.last = DdpReduction(weights, wait_s)

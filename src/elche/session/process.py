@@ -41,8 +41,8 @@ class Process:
     run: Run | SingleRun | None = None
     manual: ManualRun | None = None
     """Run of `elche.init_group`."""
-    shares: CallShares | None = None
-    """Splits of `elche.share`, once it was called."""
+    shares = CallShares(0, 1)
+    """Splits of `elche.share`."""
     metrics: MetricsView | None = None
     timeline: Timeline | None = None
     facts: RunFacts | None = None
@@ -119,7 +119,7 @@ def shutdown() -> None:
         ConfigError: a `TrainingHandle`'s thread trains.
     """
     refuse_beside()
-    process.shares = None
+    process.shares = CallShares(0, 1)
     _end_manual_run()
     run, process.run = process.run, None
     try:

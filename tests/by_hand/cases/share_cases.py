@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch import nn
 
 from elche.by_hand.replica import Replica, init_group
+from elche.cadence.call_shares import CallShares
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.session import sharing
 from elche.session.process import process, shutdown
@@ -36,7 +37,7 @@ def virtual_clock() -> Iterator[Clock]:
         yield clock
     finally:
         sharing.clock_s = real
-        process.shares = None
+        process.shares = CallShares(0, 1)
 
 
 def net() -> nn.Module:

@@ -216,7 +216,7 @@ def _failure_line(result: LaunchResult, world_size: int) -> str:
     """Message about failed ranks, or ranks that never connected; "" on success."""
     failed = [rank for rank, code in enumerate(result.exit_codes) if code]
     if failed:
-        reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        reason = result.reason.splitlines()[0] if result.reason else "see their output"
         if result.terminated:
             lacks = ": a last checkpoint may be missing" if result.signal else ""
             reason += (

@@ -16,12 +16,7 @@ FACTS = 3
 
 @final
 class CallShares:
-    """Splits n samples by delivered speed, alike on every rank, from equal reports.
-
-    Args:
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Splits n samples by delivered speed, alike on every rank, from equal reports."""
 
     least_s: Callable[[int], float] | None = None
     """Least time (s) of a part of so many samples, on an emulated device."""

@@ -15,9 +15,6 @@ from elche.runtime.run import Run
 from elche.session.process import current_run, process
 from elche.session.sharing import waiting
 
-BEFORE_RUN_S = 1800.0
-"""Deadline (s) of a barrier before the run."""
-
 
 def rank() -> int:
     """This process's rank; 0 in a run of one.
@@ -67,7 +64,7 @@ def barrier() -> None:
             by_hand.barrier()
         return
     if run is None:
-        meet(process.placed(), BEFORE_RUN_S)
+        meet(process.placed())
     else:
         run.barrier("elche.barrier()")
 

@@ -34,14 +34,11 @@ def share(n: int) -> range:
     with an empty part reduces with weight 0. A plain script gets ``range(n)``.
 
     Raises:
-        ConfigError: n is not a whole number of at least 1, there is no group of ranks
-            yet, or `elche.setup` divides the loader's batches already.
+        ConfigError: n is no whole number above 0, or there is no group, or a loader.
     """
     if process.run is not None:
-        raise ConfigError(
-            "elche.share() is for loops without a loader: the loader of elche.setup "
-            "yields this rank's share of each batch already"
-        )
+        text = "elche.share() is for loops without a loader: that of elche.setup"
+        raise ConfigError(f"{text} yields this rank's share of each batch already")
     place = _place()
     if process.shares.place != place:  # a group of other ranks
         process.shares = CallShares(*place)
@@ -53,10 +50,7 @@ def share(n: int) -> range:
 
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
-    """Excludes the block's time from the time of the current part.
-
-    Waits for this rank's own device first, whose work is part of that time.
-    """
+    """Excludes the block's time from the current part's, but not the device's work."""
     shares = process.shares
     if shares.place[1] == 1:
         yield
@@ -75,8 +69,6 @@ def _place() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if process.placed().world_size > 1:
-        raise ConfigError(
-            "elche.share() needs a group of ranks: call elche.init_group first, or "
-            "torch.distributed.init_process_group with elche.DistributedDataParallel"
-        )
+        text = "elche.share() needs a group of ranks: call elche.init_group first, or"
+        raise ConfigError(f"{text} torch.distributed.init_process_group")
     return 0, 1

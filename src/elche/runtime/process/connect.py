@@ -79,12 +79,11 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
     return placement, channel
 
 
-def meet(placement: Placement, timeout_s: float) -> None:
+def meet(placement: Placement, timeout_s: float = 1800.0) -> None:
     """Waits until every rank has called it, by the launcher's store; needs no run.
 
     Raises:
         CommunicationError: a rank did not call it in time.
-        ConfigError: the launcher's environment is incomplete.
     """
     if placement.joins:  # the other ranks train already
         return

@@ -8,7 +8,12 @@ import torch.nn.functional as F
 import elche
 from elche.coordination.protocol.instructions import PolicyChosen
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.report.run_summary import RunFacts, RunSummary, summarise
+from elche.runtime.report.run_summary import (
+    RunFacts,
+    RunSummary,
+    headline,
+    summarise,
+)
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
@@ -56,6 +61,28 @@ def test_ranks_summarise_alike(ranks2: RankPool) -> None:
     assert ended.as_dict()["ranks"][1]["share"] == ended.ranks[1].share
     assert (asked.policy, asked.reason) == ("async", "asked for")
     assert auto.reason == "asked for; it measures under sync until it chooses"
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "says"),
+    [
+        (("A", "A", "B"), (8e9, 16e9, 24e9), "2 x A (8 or 16 GB), 1 x B (24 GB)"),
+        (("CPU", "CPU"), (8e9, 8e9), "2 devices, equal: 2 x CPU (host 8 GB); policy"),
+        (("CPU emulated at speed 1",), (8e9,), "1 x CPU emulated at speed 1; policy"),
+    ],
+)
+def test_the_first_line_names_memory(
+    devices: tuple[str, ...], memory: tuple[int, ...], says: str
+) -> None:
+    facts = RunFacts(
+        policy="sync",
+        is_default=True,
+        transport="gloo",
+        reduction_bytes=0,
+        devices=devices,
+        memory_bytes=memory,
+    )
+    assert says in headline(facts, 1, "")
 
 
 def test_a_choice_of_auto_is_said_in_its_own_words() -> None:

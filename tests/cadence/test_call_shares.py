@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.cadence.call_shares import CallShares
-from elche.errors import ConfigError, ProtocolError
+from elche.errors import ConfigError
 
 SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5)
 
@@ -59,16 +59,6 @@ def test_parts_follow_a_ratio_of_four(per_report: int) -> None:
     parts = train([1.0, 0.25], 320, 20, per_report)
     assert [len(part) for part in parts[0]] == [160, 160]
     assert abs(len(parts[-1][0]) / len(parts[-1][1]) - 4.0) < 0.4
-
-
-def test_different_calls_are_refused() -> None:
-    ranks = [CallShares(rank, 2) for rank in range(2)]
-    ranks[0].split(8, 0.0)
-    ranks[1].split(9, 0.0)
-    rows = [each.facts() for each in ranks]
-    for each in ranks:
-        with pytest.raises(ProtocolError, match="call it alike on every rank"):
-            each.report(rows)
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.5, "8"])

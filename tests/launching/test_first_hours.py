@@ -30,17 +30,10 @@ print(elche.launch(main, 2, args=(3,)))
 
 
 def _python(folder: Path, command: str, text: str = "") -> str:
-    ended = subprocess.run(
-        [sys.executable, *command.split()],
-        input=text,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
+    words = [sys.executable, *command.split()]
+    return subprocess.check_output(
+        words, input=text, cwd=folder, text=True, timeout=150
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
 @pytest.mark.parametrize(

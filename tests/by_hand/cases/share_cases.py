@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
+from elche.by_hand import replica as replica_room
 from elche.by_hand.replica import Replica, init_group
 from elche.cadence.call_shares import CallShares
+from elche.ddp.reduction import WeightedReduction
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import ProtocolError
 from elche.session import sharing
@@ -21,6 +25,14 @@ Result = tuple[list[int], dict[str, torch.Tensor]]
 SPEEDS = 1.0, 0.25
 
 
+def slowed(function: Callable[..., Any], now_s: list[float]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        now_s[0] += 0.5
+        return function(*arguments, **options)
+
+    return call
+
+
 def by_share(kind: str, steps: int, n: int) -> Result:
     """Trains on this rank's parts, or ``alone``; returns their sizes and the model."""
     torch.manual_seed(4)
@@ -30,7 +42,10 @@ def by_share(kind: str, steps: int, n: int) -> Result:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sizes = []
     with ExitStack() as stack:
-        # Time passes only by training.
+        # Time passes only by training, and by half a second in each reduction.
+        for place, name in ((replica_room, "announce"), (WeightedReduction, "reduce")):
+            waits = slowed(getattr(place, name), now_s)
+            stack.enter_context(patch.object(place, name, waits))
         stack.enter_context(patch.object(sharing, "clock_s", lambda: now_s[0]))
         stack.callback(setattr, process, "shares", CallShares(0, 1))
         if kind == "ddp":

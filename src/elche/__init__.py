@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
     from elche.session.ranks import any as any
     from elche.session.setup import setup
+    from elche.session.sharing import share
     from elche.trainer.evaluation import evaluate, predict
     from elche.trainer.trainer import Trainer
 
@@ -87,6 +88,7 @@ _HOMES = {
     "elche.session.ranks": "all_gather any barrier device gather is_main_process "
     "rank world_size",
     "elche.session.setup": "setup",
+    "elche.session.sharing": "share",
     "elche.trainer.evaluation": "evaluate predict",
     "elche.trainer.trainer": "Trainer",
 }
@@ -139,7 +141,8 @@ __all__ += ["epoch_metrics", "epochs", "evaluate", "follow", "gather", "init_gro
 __all__ += ["is_main_process", "launch", "load_state_dict", "log_scalar", "log_to"]
 __all__ += ["metrics", "predict", "progress", "progress_samples", "progress_steps"]
 __all__ += ["rank", "register_for_checkpointing", "resume", "save", "save_every"]
-__all__ += ["setup", "shutdown", "state_dict", "summary", "timeline", "world_size"]
+__all__ += ["setup", "share", "shutdown", "state_dict", "summary", "timeline"]
+__all__ += ["world_size"]
 
 
 def __getattr__(name: str) -> Any:

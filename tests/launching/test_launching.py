@@ -37,7 +37,7 @@ def imports() -> None:
 @pytest.fixture
 def forks(imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, whose own functions cannot be imported."""
-    monkeypatch.setattr(launching, "_is_defined_in_notebook", lambda main: True)
+    monkeypatch.setattr(launching, "_has_no_file", lambda main: True)
 
 
 @pytest.mark.slow  # a fork of a process that ran other tests; notebooks: integrations

@@ -34,6 +34,7 @@ from elche.by_hand.replica_calls import (
     announce,
     check_gradients,
 )
+from elche.cadence.call_shares import FACTS
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
 from elche.comm.tensors.equal_tensors import average, broadcast_bits, differing
@@ -41,10 +42,12 @@ from elche.comm.tensors.unshareable import unshareable_module
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.config_parts import TransportConfig, TransportKind
+from elche.devices.choice import CPU
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.process.environment import read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
 from elche.session.process import current_run, process, watch_exit
+from elche.session.sharing import waiting
 
 BUFFER_RULES = ("mean", "first")
 
@@ -249,7 +252,8 @@ class Replica:
                 f"whose sum is {total}"
             )
         if self.world_size > 1:
-            self._gradients.reduce(known[self.rank] / total, what)
+            with waiting(self._device):
+                self._gradients.reduce(known[self.rank] / total, what)
 
     def _announce(
         self, call: str, values: Sequence[float] | None = None
@@ -263,9 +267,12 @@ class Replica:
         self._is_stale |= self._structure.refresh()
         if self.world_size == 1:
             return what, [list(values)]
-        is_stale, rows = announce(
-            self.group, what, self._structure, values, is_stale=self._is_stale
-        )
+        values = [*process.shares.facts(), *values]
+        with waiting(self._device):
+            is_stale, rows = announce(
+                self.group, what, self._structure, values, is_stale=self._is_stale
+            )
+        process.shares.report([row[:FACTS] for row in rows])
         if is_stale:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self._gradients.build(trained)
@@ -273,7 +280,11 @@ class Replica:
             self._scope = bind_sync_batchnorm(self.model, self.group) or NormScope()
             self._scope.weigh(weight)
             self._is_stale = False
-        return what, rows
+        return what, [row[FACTS:] for row in rows]
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), CPU)
 
 
 UNKNOWN = -1.0

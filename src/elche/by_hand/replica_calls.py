@@ -84,7 +84,7 @@ def announce(
         group: process group of all ranks.
         what: description of the call, the same on every rank.
         structure: structure of the call's model.
-        values: one number per rank, for the call's own use.
+        values: numbers for the call's own use, equally many on every rank.
         is_stale: True if this rank must first rebuild for the structure.
 
     Returns:
@@ -96,8 +96,8 @@ def announce(
         CommunicationError: a rank has died or timed out.
     """
     world_size = group.world_size
-    rows = torch.zeros(world_size, HEAD + world_size, dtype=torch.float64, device="cpu")
     own = [zlib.crc32(what.encode()), structure.digest, float(is_stale), *values]
+    rows = torch.zeros(world_size, len(own), dtype=torch.float64, device="cpu")
     rows[group.rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
     group.all_reduce(rows, what)
     calls, digests = rows[:, 0].tolist(), rows[:, 1].tolist()

@@ -165,15 +165,20 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     is_flag=True,
     help="Hide progress: the view on a terminal, elsewhere a line every few minutes.",
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "-m", "--module", is_flag=True, help="SCRIPT names a module, as for python -m."
+)
+@click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+def run(script: str, arguments: tuple[str, ...], module: bool, **options: Any) -> None:
     """Run SCRIPT on several devices, one process each."""
     from elche.monitor.page.beside import new_folder, page_beside
     from elche.monitor.page.report_file import check_report, write_report
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
-    if problem := _syntax_error(script):
+    if not (module or Path(script).is_file()):
+        raise click.BadParameter(f"{script!r} is no file", param_hint="SCRIPT")
+    if problem := "" if module else _syntax_error(script):
         click.echo(problem, err=True, nl=False)
         sys.exit(1)
     at, is_shown = options.pop("page_at"), options.pop("page")
@@ -182,7 +187,8 @@ def run(script: str, arguments: tuple[str, ...], **options: Any) -> None:
         check_report(report)
     if (is_shown or report) and options["events"] is None:
         options["events"] = new_folder(script)
-    config = _launch_config((script, *arguments), options)
+    words = ("-m", script, *arguments) if module else (script, *arguments)
+    config = _launch_config(words, options)
     with contextlib.ExitStack() as stack:
         if is_shown and config.events is not None:
             stack.enter_context(page_beside(config.events, at or "", _say))
@@ -217,7 +223,7 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
     """Makes the launch configuration; `RestartConfig`'s options stay in ``options``.
 
     Args:
-        words: the script and its arguments.
+        words: the script, or ``-m`` and a module, and its arguments.
         options: option values by name.
 
     Raises:
@@ -269,7 +275,7 @@ def _failure_line(result: LaunchResult, world_size: int) -> str:
     """Message about failed ranks, or ranks that never connected; "" on success."""
     failed = [rank for rank, code in enumerate(result.exit_codes) if code]
     if failed:
-        reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        reason = result.reason.splitlines()[0] if result.reason else "see their output"
         if result.terminated:
             lacks = ": a last checkpoint may be missing" if result.signal else ""
             reason += (

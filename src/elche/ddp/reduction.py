@@ -24,6 +24,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from elche.cadence.call_shares import FACTS as SHARE_FACTS
 from elche.comm.model_buffers.buffers import BufferWatch
 from elche.comm.tensors.equal_tensors import broadcast_bits
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
@@ -31,13 +32,14 @@ from elche.ddp.group import TorchGroup
 from elche.ddp.pass_weights import PassWeights
 from elche.devices.memory import widest_float
 from elche.errors import MismatchError
+from elche.session.process import process
 
 Reduced = torch.futures.Future[torch.Tensor]
 UserHook = Callable[[Any, dist.GradBucket], Reduced]
 MESSAGES = 4
 """Messages in shared memory, used in turn; by default a quarter of the model."""
-FACTS = 3
-"""Count of numbers per rank: weight, buffers written (0 or 1), buffer layout."""
+FACTS = 3 + SHARE_FACTS
+"""Count of numbers per rank: weight, buffers written, buffer layout, and shares."""
 AGREEING = "agreeing on weights"
 REDUCING = "reducing gradients"
 
@@ -172,6 +174,7 @@ class WeightedReduction:
         self._reference = 0.0
         self._weights: tuple[float, ...] = ()
         self._layouts: tuple[float, ...] = ()
+        self._shared: list[list[float]] = []
         self._factor: float | None = None
         self.last: DdpReduction | None = None
         self.is_armed = False
@@ -227,9 +230,11 @@ class WeightedReduction:
             device, numel = group.control_device, FACTS * group.world_size
             self._control = open_exchange(group, numel, widest_float(device), device)
         self._control.reclaim(AGREEING)
-        facts = [weight, 0.0, 0.0]
+        facts = [weight, 0.0, 0.0, *process.shares.facts()]
         if buffers is not None:
-            facts[1:] = buffers.facts()
+            facts[1:3] = buffers.facts()
+        if self.user_hook is not None:
+            facts[3:5] = 0.0, 0.0  # its waits are not measured
         message = self._control.contribution(0).zero_().view(group.world_size, FACTS)
         message[group.rank] = torch.tensor(facts, dtype=torch.float64, device="cpu")
         self._control.begin(0)
@@ -248,7 +253,8 @@ class WeightedReduction:
             return self._factor
         assert self._control is not None
         facts = self._control.finish(AGREEING).view(-1, FACTS).tolist()
-        self._weights, written, layouts = zip(*facts, strict=True)
+        self._weights, written, layouts, *_ = zip(*facts, strict=True)
+        self._shared = [row[3:] for row in facts]
         self._layouts = layouts if any(written) else ()
         total, self._factor = sum(self._weights), 1.0
         if self._is_mean and total and self._reference:
@@ -308,6 +314,7 @@ class WeightedReduction:
     def _end(self, wait_s: float) -> None:
         """Finishes the reduction: records it, broadcasts buffers, calls `at_end`."""
         self._agreed()
+        process.shares.report(self._shared)
         weights = self._weights
         self._reference = sum(weights) or self._reference
         self.last = DdpReduction(weights, wait_s)

@@ -43,6 +43,7 @@ from elche.ddp.reduction import (
 )
 from elche.devices.streams import refuse_capture
 from elche.errors import CommunicationError, ConfigError
+from elche.session.sharing import waiting
 from elche.torch_internals.groups import (
     COMM_HOOKS,
     IGNORED_BY_DDP,
@@ -341,7 +342,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ):
             if parameter.grad is not None:
                 part.copy_(parameter.grad)
-        return bucket, self._reduction.reduce(bucket)
+        return bucket, _reduce(self._reduction, bucket)
 
     def _queue_rebuild(self) -> None:
         """Reorders buckets after the first backward pass, not in the next forward pass.
@@ -437,7 +438,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 def _reduce(state: WeightedReduction, bucket: dist.GradBucket) -> Reduced:
-    return state.reduce(bucket)
+    with waiting(bucket.buffer().device):
+        return state.reduce(bucket)
 
 
 _reduce.__annotations__.clear()  # torch refuses those that are strings

@@ -42,8 +42,8 @@ try:
     from transformers.trainer_utils import EvalLoopOutput
 except ImportError as error:
     raise ConfigError(
-        "elche.integrations.transformers needs transformers and accelerate; install "
-        f"them with pip install 'elche[transformers]' ({error})"
+        "elche.integrations.transformers needs Python 3.11 and transformers; install "
+        f"it with pip install 'elche[transformers]' ({error})"
     ) from error
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -62,7 +62,8 @@ def launch(
 ) -> Result:
     """Runs ``main(*args)`` on every rank of a run, and returns what rank 0 returns.
 
-    From a script (under ``if __name__ == "__main__":``) or a notebook. Each rank is a
+    From a script (under ``if __name__ == "__main__":``), a notebook or standard input
+    (``python - < script.py``, with the limits of a notebook). Each rank is a
     process, as under ``elche run``; `elche.setup` and all else of elche work in it. A
     rank's output appears here. Ctrl-C, or a notebook's interrupt, ends all ranks.
 
@@ -130,7 +131,7 @@ class FunctionRanks:
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._main = main
         self._args = args
-        is_fork = _is_defined_in_notebook(main)
+        is_fork = _has_no_file(main)
         self._context: ForkContext | SpawnContext = multiprocessing.get_context("spawn")
         if is_fork:
             self._context = multiprocessing.get_context("fork")
@@ -300,8 +301,8 @@ def _check_place() -> None:
         )
 
 
-def _is_defined_in_notebook(main: Callable[..., Any]) -> bool:
+def _has_no_file(main: Callable[..., Any]) -> bool:
     """True if a fresh process could not import the function."""
-    return main.__module__ == "__main__" and not hasattr(
-        sys.modules["__main__"], "__file__"
-    )
+    # "<stdin>" of `python - < script` names no file.
+    file = getattr(sys.modules["__main__"], "__file__", "")
+    return main.__module__ == "__main__" and not os.path.exists(file)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import ClassVar, TypeVar
 
 from elche.by_hand.manual_run import ManualRun
+from elche.cadence.call_shares import CallShares
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
@@ -40,6 +41,8 @@ class Process:
     run: Run | SingleRun | None = None
     manual: ManualRun | None = None
     """Run of `elche.init_group`."""
+    shares = CallShares(0, 1)
+    """Splits of `elche.share`."""
     metrics: MetricsView | None = None
     timeline: Timeline | None = None
     facts: RunFacts | None = None
@@ -116,6 +119,7 @@ def shutdown() -> None:
         ConfigError: a `TrainingHandle`'s thread trains.
     """
     refuse_beside()
+    process.shares = CallShares(0, 1)
     _end_manual_run()
     run, process.run = process.run, None
     try:

@@ -7,10 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from elche.devices.choice import CPU
 from elche.errors import ConfigError
+from elche.runtime.process.connect import meet
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
 from elche.session.process import current_run, process
+from elche.session.sharing import waiting
 
 
 def rank() -> int:
@@ -43,23 +46,27 @@ def device() -> torch.device:
 def barrier() -> None:
     """Waits until every rank has called it; returns at once in a run of one.
 
+    Before `elche.setup`, while rank 0 downloads data, its deadline is half an hour.
+
     Raises:
         RemoteRankError: another rank failed meanwhile.
         NonFiniteError: the run has ended by it, which a ``break`` cannot raise.
         CommunicationError: a rank is lost; `DeadlineError` if one did not call it
             within ``timeout_s``.
-        ConfigError: there is no run yet, or this is the inside of a loop under
-            ``cadence``, where ranks run different numbers of batches.
+        ConfigError: this is the inside of a loop under ``cadence``, where ranks run
+            different numbers of batches, or the launcher set no MASTER_PORT.
     """
     if world_size() == 1:
         return
     run, by_hand = current_run(), process.manual
     if run is None and by_hand is not None:
-        by_hand.barrier()
+        with waiting(CPU):
+            by_hand.barrier()
         return
     if run is None:
-        raise _no_run("elche.barrier")
-    run.barrier("elche.barrier()")
+        meet(process.placed())
+    else:
+        run.barrier("elche.barrier()")
 
 
 Tree = TypeVar("Tree")
@@ -111,7 +118,8 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
     if isinstance(run, Run):
         return run.collectives.gather_rows(tensor)
     if run is None and by_hand is not None:
-        return by_hand.gather_rows(tensor, 1.0 if weight is None else float(weight))
+        with waiting(tensor.device):
+            return by_hand.gather_rows(tensor, 1.0 if weight is None else float(weight))
     return tensor
 
 
@@ -176,7 +184,8 @@ def gather_rows(
     if isinstance(run, Run):
         return run.collectives.gather_rows(rows, call, is_of_batch=is_of_batch)
     if run is None and by_hand is not None:
-        return by_hand.gather_rows(rows, 1.0)
+        with waiting(rows.device):
+            return by_hand.gather_rows(rows, 1.0)
     if run is None and read_placement().world_size > 1:
         raise _no_run(call)
     return rows

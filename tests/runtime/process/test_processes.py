@@ -105,7 +105,7 @@ def test_speeds_are_named_and_labelled_emulated() -> None:
         (["--devices", "cpu, abacus"], "unknown device 'abacus'"),
         (["--devices", ""], "expected names with commas between, got ''"),
         (["--devices", "cpu,"], "expected names with commas between, got 'cpu,'"),
-        (["--nproc", "0"], "expected --nproc of at least 1, got 0"),
+        (["--nproc", "0"], "expected at least 1 rank (--nproc), got 0"),
         (["--nproc", "2", "--speeds", "1,1"], "expected one of --nproc"),
         (["--ms-per-sample", "2"], "give their --speeds"),
         (["--speeds", "1,1", "--ms-per-sample", "0"], "positive --ms-per-sample"),

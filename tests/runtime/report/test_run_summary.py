@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.nn.functional as F
 
 import elche
 from elche.coordination.protocol.instructions import PolicyChosen
 from elche.runtime.report.notifications import RunNotifications
-from elche.runtime.report.run_summary import RunFacts, RunSummary, summarise
+from elche.runtime.report.run_summary import (
+    RunFacts,
+    RunSummary,
+    headline,
+    summarise,
+)
 from elche.session.process import current_run
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
@@ -58,19 +65,29 @@ def test_ranks_summarise_alike(ranks2: RankPool) -> None:
     assert auto.reason == "asked for; it measures under sync until it chooses"
 
 
+FACTS = RunFacts(
+    policy="auto",
+    is_default=False,
+    transport="gloo",
+    reduction_bytes=0,
+    devices=("CPU", "CPU"),
+    memory_bytes=(0, 0),
+)
+
+
+def test_the_first_line_names_memory() -> None:
+    sizes = (8 * 10**9, 16 * 10**9, 24 * 10**9)
+    facts = replace(FACTS, devices=("A", "A", "B"), memory_bytes=sizes)
+    assert "unequal: 2 x A (8 or 16 GB), 1 x B (24 GB); p" in headline(facts, 1, "")
+    facts = replace(FACTS, memory_bytes=sizes[:1] * 2)
+    assert "2 devices, equal: 2 x CPU (host 8 GB); policy" in headline(facts, 1, "")
+
+
 def test_a_choice_of_auto_is_said_in_its_own_words() -> None:
     """It said "async (auto): training on one device alone"."""
-    facts = RunFacts(
-        policy="auto",
-        is_default=False,
-        transport="gloo",
-        reduction_bytes=0,
-        devices=("CPU", "CPU"),
-        memory_bytes=(0, 0),
-    )
     notifications = RunNotifications(0)
     reason = "training on one device alone: predicted 1.00 times"
     told = PolicyChosen(rank=0, policy="async", reason=reason)
     notifications.handle(told)
-    text = str(summarise(facts, notifications))
+    text = str(summarise(FACTS, notifications))
     assert text.startswith(f"policy     auto: {reason}")

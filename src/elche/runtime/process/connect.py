@@ -45,8 +45,9 @@ _HOW = (
 )
 
 _ends = contextlib.ExitStack()
-"""Exit callbacks for what this process started: coordinator, store, key file."""
+"""Exit callbacks for what this process started: coordinator, key file."""
 _found: dict[str, tuple[tuple[str, int], bytes]] = {}
+_stores: dict[tuple[str, int], dist.Store] = {}
 
 
 def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlChannel]:
@@ -78,10 +79,29 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
     return placement, channel
 
 
+def meet(placement: Placement, timeout_s: float = 1800.0) -> None:
+    """Waits until every rank has called it, by the launcher's store; needs no run.
+
+    Raises:
+        CommunicationError: a rank did not call it in time.
+    """
+    if placement.joins:  # the other ranks train already
+        return
+    try:
+        store = _agreed_store(placement, read_launcher(os.environ), timeout_s)
+        if placement.rank == 0:  # all have joined
+            store.set("passed", "")
+        store.wait(["passed"], timedelta(seconds=timeout_s))
+    except (RuntimeError, OSError) as error:
+        text = f"elche.barrier() on rank {placement.rank}: not all ranks called it"
+        raise CommunicationError(f"{text} in {timeout_s:g} s: {error}") from error
+
+
 def stop_coordinator() -> None:
     """Ends the coordinator that this process started, if it did."""
     _ends.close()
     _found.clear()
+    _stores.clear()
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -104,12 +124,6 @@ def _find_under_torchrun(
     """
     has_group = dist.is_available() and dist.is_initialized()
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if not has_group and (host is None or port is None):
-        raise ConfigError(
-            f"WORLD_SIZE is {placement.world_size}, but neither ELCHE_COORDINATOR nor "
-            "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
-            "torchrun, or set both (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
-        )
     local = int_of(environment, "LOCAL_WORLD_SIZE", placement.world_size)
     if "ELCHE_LISTEN" not in environment and host is not None:
         _check_on_one_host(placement, environment, host, local)
@@ -117,8 +131,7 @@ def _find_under_torchrun(
     if name in _found:
         return _found[name]
     try:
-        base = default_store() if has_group else _open_store(placement, timeout_s)
-        store = dist.PrefixStore(_agree_on_prefix(base, placement, timeout_s), base)
+        store = _agreed_store(placement, environment, timeout_s)
         store.set(f"host/{placement.rank}", host_name())
         keys = [f"host/{rank}" for rank in range(placement.world_size)]
         # A default group's store has a deadline of its own: half an hour.
@@ -149,6 +162,21 @@ def _find_under_torchrun(
     where, _, secret = entry.partition("/")
     _found[name] = parse_address(where, "the coordinator"), bytes.fromhex(secret)
     return _found[name]
+
+
+def _agreed_store(
+    placement: Placement, environment: Mapping[str, str], timeout_s: float
+) -> dist.Store:
+    """The launcher's store, with a key prefix for this start; a collective call."""
+    has_group = dist.is_available() and dist.is_initialized()
+    if not (has_group or {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys()):
+        raise ConfigError(
+            f"WORLD_SIZE is {placement.world_size}, but neither ELCHE_COORDINATOR nor "
+            "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
+            "torchrun, or set both (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+        )
+    base = default_store() if has_group else _open_store(placement, timeout_s)
+    return dist.PrefixStore(_agree_on_prefix(base, placement, timeout_s), base)
 
 
 def _agree_on_prefix(base: dist.Store, placement: Placement, timeout_s: float) -> str:
@@ -182,15 +210,16 @@ def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
     host, port = environment["MASTER_ADDR"], int_of(environment, "MASTER_PORT", 0)
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosted = placement.rank == 0 and not agent
-    store = dist.TCPStore(
+    if (known := _stores.get((host, port))) is not None:
+        known.set_timeout(timedelta(seconds=timeout_s))
+        return known
+    store = _stores[host, port] = dist.TCPStore(
         host,
         port,
         is_master=hosted,
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listen(host, port).detach() if hosted else None,
     )
-    if hosted:
-        _ends.callback(lambda: store)  # kept until then
     return store
 
 

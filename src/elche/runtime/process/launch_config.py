@@ -130,7 +130,9 @@ class LaunchConfig:
         if self.rejoin < 0:
             raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
         if self.num_ranks is not None and self.num_ranks < 1:
-            raise ConfigError(f"expected --nproc of at least 1, got {self.num_ranks}")
+            raise ConfigError(
+                f"expected at least 1 rank (--nproc), got {self.num_ranks}"
+            )
         for name, each in (
             *(("positive --speeds", speed) for speed in self.speeds or ()),
             ("a positive --ms-per-sample", self.ms_per_sample),

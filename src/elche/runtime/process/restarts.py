@@ -194,7 +194,7 @@ def _why(result: LaunchResult) -> str:
     code = result.exit_codes[rank]
     with contextlib.suppress(ValueError):
         return f"rank {rank} was killed by {signal.Signals(code - 128).name}"
-    reason = result.reason.splitlines()[0] if result.reason else "see its output"
+    reason = result.reason.splitlines()[0] if result.reason else "see their output"
     return f"rank {rank} ended with code {code} ({reason})"
 
 

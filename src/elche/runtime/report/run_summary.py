@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -77,22 +78,28 @@ class RunSummary:
 
 
 def headline(facts: RunFacts, trained_bytes: int, steps: str) -> str:
-    """The line that names the devices and whether they differ.
+    """The line that names the devices, their memory, and whether they differ.
 
     Args:
         facts: facts of the run.
         trained_bytes: size of the trained parameters.
         steps: text about local steps, or "".
     """
-    kinds, count = list(dict.fromkeys(facts.devices)), len(facts.devices)
-    if len(kinds) == 1:
-        what = f"{count} devices, equal: {count} x {kinds[0]}"
-    else:
-        parts = [f"{facts.devices.count(kind)} x {kind}" for kind in kinds]
-        what = f"{count} devices, unequal: {', '.join(parts)}"
+    count, by_kind = len(facts.devices), Counter(facts.devices)
+    parts = [f"{by_kind[kind]} x {kind}{_memory(facts, kind)}" for kind in by_kind]
+    what = f"{count} devices, {'un' * (len(parts) > 1)}equal: {', '.join(parts)}"
     models = facts.reduction_bytes / max(1, trained_bytes)
     held = f"{facts.reduction_bytes / 1e6:.1f} MB ({models:.1f} models) for reductions"
     return f"elche: {what}; policy {facts.policy}{steps}, {held}"
+
+
+def _memory(facts: RunFacts, kind: str) -> str:
+    """Memory of a kind of device, such as `` (24 GB)``; "" if unknown or emulated."""
+    pairs = zip(facts.devices, facts.memory_bytes, strict=True)
+    sizes = sorted({round(size / 1e9) for name, size in pairs if name == kind})
+    if kind.startswith("CPU emulated") or not any(sizes):
+        return ""
+    return f" ({'host ' * (kind == 'CPU')}{' or '.join(map(str, sizes))} GB)"
 
 
 def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:

@@ -1,0 +1,75 @@
+"""Shares of n samples in loops without a loader, from the time between calls."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import final
+
+from elche.cadence.balancer import Balancer
+from elche.cadence.throughput import check_int
+from elche.errors import ProtocolError
+
+FACTS = 3
+"""Numbers that a rank reports: samples and busy time (s) of a call, call digest."""
+
+
+@final
+class CallShares:
+    """Splits n samples by delivered speed, alike on every rank, from equal reports."""
+
+    least_s: Callable[[int], float] | None = None
+    """Least time (s) of a part of so many samples, on an emulated device."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.place = rank, world_size
+        self._balancer = Balancer(world_size)
+        self._digest = 0
+        self._part = 0
+        self._began_s = self._waited_s = 0.0
+        self._parts: list[tuple[int, float]] = []  # not yet reported
+
+    @property
+    def due_s(self) -> float:
+        """Earliest time (s) at which the device can have trained the current part."""
+        least_s = 0.0 if self.least_s is None else self.least_s(self._part)
+        return self._began_s + self._waited_s + least_s
+
+    def split(self, samples: int, now_s: float) -> range:
+        """Ends the last part, and returns this rank's part of so many samples.
+
+        Raises:
+            ConfigError: ``samples`` is not a whole number of at least 1.
+        """
+        sizes = self._balancer.sizes(check_int("n", samples, 1))
+        if self._digest:
+            busy_s = max(0.0, now_s - self._began_s - self._waited_s)
+            self._parts.append((self._part, busy_s))
+        self._began_s, self._waited_s = now_s, 0.0
+        self._digest = zlib.crc32(str(samples).encode(), self._digest)
+        rank, _ = self.place
+        self._part, start = sizes[rank], sum(sizes[:rank])
+        return range(start, start + self._part)
+
+    def exclude_wait(self, waited_s: float) -> None:
+        """Excludes time spent waiting for other ranks from the current part's time."""
+        self._waited_s += waited_s
+
+    def facts(self) -> tuple[float, float, float]:
+        """Returns this rank's means per call since its last report, and the digest."""
+        parts, self._parts = self._parts or [(0, 0.0)], []
+        samples, busy_s = (sum(each) / len(parts) for each in zip(*parts, strict=True))
+        return samples, busy_s, float(self._digest)
+
+    def report(self, rows: Sequence[Sequence[float]]) -> None:
+        """Records the facts of all ranks; another group's are only compared.
+
+        Raises:
+            ProtocolError: ranks called with different numbers, or not equally often.
+        """
+        samples, busy_s, digests = zip(*rows, strict=True)
+        if len(set(digests)) > 1:
+            text = "ranks called elche.share with different n, or not equally often"
+            raise ProtocolError(f"{text}; call it alike on every rank")
+        if len(rows) == self.place[1]:
+            self._balancer.report([round(each) for each in samples], busy_s)

@@ -170,16 +170,33 @@ class RankTime:
 
         Args:
             ranks: ranks whose evidence counts as well: the fixed part is about as many
-                samples on all devices, unless this rank's evidence is clearly
-                different.
+                samples on all devices, or as many seconds, unless this rank's evidence
+                is clearly different.
         """
-        lines = [i for i in self._believed(math.inf) if not SHAPES[i][1]]
-        told = [each._against for each in ranks if len(each._against) > 1]
-        best = min(lines, key=self._against.__getitem__)
-        common = min(lines, key=lambda i: sum(against[i] for against in told))
-        if not told or self._against[common] > self._against[best] + CLEAR:
+        others = [each for each in ranks if each is not self]
+
+        def against(index: int) -> float:
+            fixed_s = self._fixed_s(index)
+            in_samples = sum(each._against[index] for each in others)
+            in_seconds = sum(each._against[each._like(fixed_s)] for each in others)
+            return self._against[index] + min(in_samples, in_seconds)
+
+        best = min(self._lines, key=self._against.__getitem__)
+        common = min(self._lines, key=against)
+        if self._against[common] > self._against[best] + CLEAR:
             common = best
-        return self._levels[common] * SHAPES[common][0], self._levels[common]
+        return self._fixed_s(common), self._levels[common]
+
+    @property
+    def _lines(self) -> list[int]:
+        return [i for i in self._believed(math.inf) if not SHAPES[i][1]]
+
+    def _fixed_s(self, index: int) -> float:
+        return self._levels[index] * SHAPES[index][0]
+
+    def _like(self, fixed_s: float) -> int:
+        """Returns the line whose fixed time is nearest."""
+        return min(self._lines, key=lambda index: abs(self._fixed_s(index) - fixed_s))
 
     def of(self, samples: float) -> float:
         """Returns the expected time of a batch of ``samples``."""

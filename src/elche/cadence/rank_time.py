@@ -149,8 +149,7 @@ class RankTime:
 
         The rest of the assumed initial noise is subtracted.
         """
-        usual = self._untold * USUAL_NOISE**2
-        told = max(0.0, self._noise**2 - usual)
+        told = max(0.0, self._noise**2 - self._untold * USUAL_NOISE**2)
         return math.sqrt(told / (1.0 - self._untold)) if self._untold < 1.0 else 0.0
 
     @property
@@ -239,10 +238,8 @@ class RankTime:
         if not self._levels[0]:
             self._levels = [busy / samples]
             return
-        if len(self._levels) == 1:
-            costs = [busy / samples]
-        else:
-            costs = [busy / _load(shape, samples) for shape in SHAPES]
+        shapes = SHAPES[: len(self._levels)]
+        costs = [busy / _load(shape, samples) for shape in shapes]
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
         # All levels are updated, however badly their shapes have predicted.
         error, jumps = abs(ratios[self._shape] - 1.0), False

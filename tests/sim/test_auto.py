@@ -160,6 +160,17 @@ def test_a_bad_link_is_left_after_the_first_step() -> None:
     assert report.choices[0].reason.endswith("; in a run of 4000 batches")
 
 
+@pytest.mark.parametrize(("sync_batches", "policy"), [(0.1, "sync"), (1.5, "async")])
+def test_a_short_run_with_a_fixed_time_chooses_windows_only_on_a_slow_link(
+    sync_batches: float, policy: str
+) -> None:
+    """The demo: 624 batches in 8 epochs, 4 ms of each step fixed on both devices."""
+    cluster = cluster_of(1.0, 0.25, sync_batches=sync_batches, samples=2_496, epochs=8)
+    devices = [replace(each, seconds_per_batch=0.004) for each in cluster.devices]
+    report = run(replace(cluster, devices=tuple(devices)))
+    assert (report.phases[-1].policy, report.phases[-1].ranks) == (policy, 2)
+
+
 def test_windows_are_chosen_where_the_run_is_long_enough_to_measure() -> None:
     report = run(cluster_of(1.0, 0.5, sync_batches=30.0, epochs=16))
     assert report.phases[0].samples <= (MOST_STEPS + 1) * BATCH_SAMPLES

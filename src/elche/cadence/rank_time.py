@@ -149,8 +149,7 @@ class RankTime:
 
         The rest of the assumed initial noise is subtracted.
         """
-        usual = self._untold * USUAL_NOISE**2
-        told = max(0.0, self._noise**2 - usual)
+        told = max(0.0, self._noise**2 - self._untold * USUAL_NOISE**2)
         return math.sqrt(told / (1.0 - self._untold)) if self._untold < 1.0 else 0.0
 
     @property
@@ -170,16 +169,33 @@ class RankTime:
 
         Args:
             ranks: ranks whose evidence counts as well: the fixed part is about as many
-                samples on all devices, unless this rank's evidence is clearly
-                different.
+                samples on all devices, or as many seconds, unless this rank's evidence
+                is clearly different.
         """
-        lines = [i for i in self._believed(math.inf) if not SHAPES[i][1]]
-        told = [each._against for each in ranks if len(each._against) > 1]
-        best = min(lines, key=self._against.__getitem__)
-        common = min(lines, key=lambda i: sum(against[i] for against in told))
-        if not told or self._against[common] > self._against[best] + CLEAR:
+        others = [each for each in ranks if each is not self]
+
+        def against(index: int) -> float:
+            fixed_s = self._fixed_s(index)
+            in_samples = sum(each._against[index] for each in others)
+            in_seconds = sum(each._against[each._like(fixed_s)] for each in others)
+            return self._against[index] + min(in_samples, in_seconds)
+
+        best = min(self._lines, key=self._against.__getitem__)
+        common = min(self._lines, key=against)
+        if self._against[common] > self._against[best] + CLEAR:
             common = best
-        return self._levels[common] * SHAPES[common][0], self._levels[common]
+        return self._fixed_s(common), self._levels[common]
+
+    @property
+    def _lines(self) -> list[int]:
+        return [i for i in self._believed(math.inf) if not SHAPES[i][1]]
+
+    def _fixed_s(self, index: int) -> float:
+        return self._levels[index] * SHAPES[index][0]
+
+    def _like(self, fixed_s: float) -> int:
+        """Returns the line whose fixed time is nearest."""
+        return min(self._lines, key=lambda index: abs(self._fixed_s(index) - fixed_s))
 
     def of(self, samples: float) -> float:
         """Returns the expected time of a batch of ``samples``."""
@@ -222,10 +238,8 @@ class RankTime:
         if not self._levels[0]:
             self._levels = [busy / samples]
             return
-        if len(self._levels) == 1:
-            costs = [busy / samples]
-        else:
-            costs = [busy / _load(shape, samples) for shape in SHAPES]
+        shapes = SHAPES[: len(self._levels)]
+        costs = [busy / _load(shape, samples) for shape in shapes]
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
         # All levels are updated, however badly their shapes have predicted.
         error, jumps = abs(ratios[self._shape] - 1.0), False

@@ -126,11 +126,8 @@ class AutoChooser(MeasuredSteps):
             self._measures.probe_s = self._measures.probe_s or sync_s
             self._sync.grants.is_single = True
         elif self._phase is not _Phase.FIXED:
-            known_s = (
-                0.0
-                if self._windows is None
-                else self._windows.state.pacing.measured_sync_s
-            )
+            windows = self._windows
+            known_s = windows.state.pacing.measured_sync_s if windows else 0.0
             self._measures.sync_s = known_s or self._measures.sync_s or sync_s
             if self._phase is not _Phase.LEAVING or self._has_changed:
                 self._is_unsaid |= self._choose()

@@ -89,9 +89,8 @@ class FirstChoice:
 
 def _batch_s(cluster: MeasuredCluster, samples: float) -> dict[int, float]:
     """Returns the time (s) of ``samples`` samples on each rank."""
-    costs = zip(cluster.fixed_s, cluster.seconds_per_sample, strict=True)
-    times_s = (fixed_s + samples * sample_s for fixed_s, sample_s in costs)
-    return dict(zip(cluster.ranks, times_s, strict=True))
+    costs = zip(cluster.ranks, cluster.fixed_s, cluster.seconds_per_sample, strict=True)
+    return {rank: fixed_s + samples * cost for rank, fixed_s, cost in costs}
 
 
 def _step_s(cluster: MeasuredCluster, minimal: Sequence[int]) -> float:

@@ -33,6 +33,8 @@ ONE_SIZE_DOUBT = 0.25
 """Assumed relative doubt where only one step size, or no warm step, was measured."""
 FIXED_PRIOR = 1.0 / 3.0
 """Fraction of a whole batch's time assumed fixed if no rank has run two sizes."""
+MOST_COMPARED = 8
+"""Most ranks whose fixed parts are compared."""
 KEPT_STEPS = 64
 """Number of latest steps whose visible reductions count."""
 LEAST_S = 1e-9
@@ -162,19 +164,16 @@ class Measures:
         """
         times: Mapping[int, RankTime] = self._cold or self._times
         measured = {r: times[r] for r in ranks if r in times and times[r].is_measured}
-        seen = [time for time in measured.values() if time.has_sizes]
-        lines = [time.line(seen) for time in seen]
+        seen = {rank: time for rank, time in measured.items() if time.has_sizes}
+        compared = [*seen.values()][:MOST_COMPARED]
+        found = {rank: time.line(compared) for rank, time in seen.items()}
         fixed = FIXED_PRIOR / (1.0 - FIXED_PRIOR) * batch_size
-        if lines:
-            fixed = median(fixed_s / cost for fixed_s, cost in lines)
-        costs = {
-            rank: time.of(time.last_samples) / (fixed + time.last_samples)
-            for rank, time in measured.items()
-        }
-        found = {
-            rank: time.line(seen) if time.has_sizes else (fixed * cost, cost)
-            for (rank, time), cost in zip(measured.items(), costs.values(), strict=True)
-        }
+        if found:
+            fixed = median(fixed_s / cost for fixed_s, cost in found.values())
+        for rank, time in measured.items():
+            if rank not in seen:
+                cost = time.of(time.last_samples) / (fixed + time.last_samples)
+                found[rank] = fixed * cost, cost
         usual = (
             median(fixed_s for fixed_s, _ in found.values()) if found else 0.0,
             median(cost for _, cost in found.values()) if found else LEAST_S,

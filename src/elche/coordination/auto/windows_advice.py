@@ -53,8 +53,7 @@ def advice(cluster: MeasuredCluster) -> str:
     shown_s = cluster.sync_s
     step_s = predict("sync", replace(cluster, sync_s=0.0)).window_s
     longest_s = shown_s + BACKWARD_SHARE * step_s
-    hidden = 1.0 - shown_s / longest_s
-    cluster = replace(cluster, sync_s=longest_s, hidden=hidden)
+    cluster = replace(cluster, sync_s=longest_s, hidden=1.0 - shown_s / longest_s)
     choice = Chooser(leaves_out=False).choose(cluster)
     gain = choice.prediction.goodput / predict("sync", cluster).goodput
     if choice.policy == "sync" or gain < ADVICE_GAIN:

@@ -172,12 +172,19 @@ class RankTime:
                 samples on all devices, or as many seconds, unless this rank's evidence
                 is clearly different.
         """
-        others = [each for each in ranks if each is not self]
+        others = [
+            (each._against, [(each._fixed_s(i), each._against[i]) for i in each._lines])
+            for each in ranks
+            if each is not self
+        ]
 
         def against(index: int) -> float:
             fixed_s = self._fixed_s(index)
-            in_samples = sum(each._against[index] for each in others)
-            in_seconds = sum(each._against[each._like(fixed_s)] for each in others)
+            in_samples = sum(known[index] for known, _ in others)
+            in_seconds = sum(
+                min([(abs(s - fixed_s), known) for s, known in lines])[1]
+                for _, lines in others
+            )
             return self._against[index] + min(in_samples, in_seconds)
 
         best = min(self._lines, key=self._against.__getitem__)
@@ -192,10 +199,6 @@ class RankTime:
 
     def _fixed_s(self, index: int) -> float:
         return self._levels[index] * SHAPES[index][0]
-
-    def _like(self, fixed_s: float) -> int:
-        """Returns the line whose fixed time is nearest."""
-        return min(self._lines, key=lambda index: abs(self._fixed_s(index) - fixed_s))
 
     def of(self, samples: float) -> float:
         """Returns the expected time of a batch of ``samples``."""

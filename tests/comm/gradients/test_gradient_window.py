@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elche.comm.gradients.gradient_window import GradientWindow
+from elche.comm.transport import exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 from tests.comm.bus import Bus
+from tests.comm.thread_group import on_ranks
 
 Batches = Sequence[int]
 
@@ -232,6 +234,16 @@ def test_a_model_without_parameters_is_refused() -> None:
 def test_memory_is_counted() -> None:
     window = GradientWindow([nn.Parameter(torch.zeros(10))], Bus(1).group(0))
     assert window.extra_bytes == 80
+
+
+def test_the_memory_of_shared_sums_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "LEAST_BYTES", 0)
+
+    def counted(group: Group) -> int:
+        return GradientWindow([nn.Parameter(torch.zeros(10))], group).extra_bytes
+
+    # Sums, message and result of 40 bytes; a quarter of a message of 48 bytes.
+    assert on_ranks(4, counted, shares_host=True) == [132] * 4
 
 
 def test_a_mean_lies_in_memory_as_its_parameter_does() -> None:

@@ -157,7 +157,7 @@ def test_a_sum_that_a_rank_has_not_read_is_not_overwritten() -> None:
 def test_late_parts_are_awaited_no_longer_than_to_sum_them_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = partial(next, iter([10.0, 11.0, 13.9, 14.1]))
+    clock = partial(next, iter([10.0, 10.1, 10.39, 10.41]))
     monkeypatch.setattr(transport, "time", SimpleNamespace(perf_counter=clock))
     end, *others = ends_of(4, NUMEL)
     end.begin(0)
@@ -168,6 +168,17 @@ def test_late_parts_are_awaited_no_longer_than_to_sum_them_takes(
     assert end.has_sum  # it can be summed, so a death does not repeat it
     assert not end.poll()
     assert end.poll()
+
+
+def test_a_rank_that_was_stopped_in_its_part_does_not_wait_as_long_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = partial(next, iter([10.0, 610.0, 610.5, 611.5]))
+    monkeypatch.setattr(transport, "time", SimpleNamespace(perf_counter=clock))
+    ends = ends_of(4, NUMEL)
+    write(ends, [torch.ones(NUMEL)] * 4)
+    assert not ends[0].poll()
+    assert ends[0].poll()
 
 
 @pytest.mark.distributed

@@ -187,6 +187,41 @@ def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
     assert said.wait_s > 0.0
 
 
+def test_what_a_poll_sums_is_a_cost_of_the_reduction_and_not_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, sync, polls, has_come = Clock(), Overlapped(), 0, False
+    monkeypatch.setattr(window_epoch, "time", clock)
+    shell, _, epoch = epoch_of(sync)
+
+    def sums() -> bool:
+        nonlocal polls
+        polls += 1
+        clock.now_s += 8.0
+        return has_come
+
+    def sends(*events: object) -> None:
+        shell.sent.extend(cast(Any, events))
+        if any(isinstance(e, WindowClosed) for e in events):
+            shell.inbox.extend([open_window(1, None), reduction(), grant(1)])
+        if any(isinstance(e, ModelUpdated) for e in events):
+            shell.inbox.append(end())
+
+    monkeypatch.setattr(sync, "poll", sums)
+    monkeypatch.setattr(shell, "send", sends)
+    shell.inbox.extend([open_window(0, None), grant(0)])
+    batches = epoch.batches()
+    next(batches)
+    shell.inbox.append(CloseWindow(rank=0, epoch=0, window=0, drain=False))
+    next(batches)  # of the next window, after a poll
+    has_come = True
+    list(batches)
+    (said,) = [e for e in shell.sent if isinstance(e, ModelUpdated)]
+    assert said.sync_s == pytest.approx(8.0 * polls, abs=0.1)
+    busy_s = [e.busy_s for e in shell.sent if isinstance(e, BatchesDone)]
+    assert busy_s == pytest.approx([0.0, 0.0], abs=0.1)
+
+
 def common_steps(group: Any, rate: float, factor: float) -> list[float]:
     """The parameter after a common step, and after one that rank 1 copies; the rate."""
     model, seen = nn.ParameterList([torch.zeros(1)]), []

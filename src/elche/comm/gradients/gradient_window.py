@@ -63,9 +63,10 @@ class GradientWindow:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of sums, message and result."""
+        """Bytes of sums, message and result, and its share of shared sums."""
         copies = 3 if self._message.keeps_contribution else 2
-        return copies * self._numel * self._dtype.itemsize
+        own_bytes = copies * self._numel * self._dtype.itemsize
+        return own_bytes + self._message.extra_bytes
 
     @property
     def samples(self) -> float:

@@ -31,6 +31,11 @@ LEAST_BYTES = 1 << 22
 
 A smaller one costs less than waiting for parts does (`benchmarks.links.shared_sums`).
 """
+MOST_LATE_S = 1.0
+"""Longest wait for parts, during which no death is noticed.
+
+A rank that was stopped while it summed its own part measures too long a time.
+"""
 
 
 class Exchange(ABC):
@@ -381,8 +386,9 @@ class SharedExchange(MemoryExchange):
             into = self._sums[0][start : start + self._part]
             self._add(start, start + into.numel(), into)
             self._summed[self._place] = self._number
-        part_s = time.perf_counter() - started_s
-        self._late_s = started_s + part_s * len(self._members)
+        now_s = time.perf_counter()
+        rest_s = (now_s - started_s) * (len(self._members) - 1)
+        self._late_s = now_s + min(rest_s, MOST_LATE_S)
 
 
 def succeeded(work: Any) -> bool:

@@ -76,7 +76,7 @@ class WindowEpoch:
         self._closed_s = 0.0
         self._waited_s = 0.0
         self._late_s = 0.0  # in which the device computed batches of the last window
-        self._held_s = 0.0
+        self._held_s = self._polled_s = 0.0  # a poll may sum
 
     @property
     def end(self) -> EndEpoch | None:
@@ -126,6 +126,7 @@ class WindowEpoch:
         began_s = time.monotonic()
         while True:
             action = self._next()
+            began_s += self._polled_s  # else the next batch would have it
             if self._is_stop(action):
                 self._end()
                 return
@@ -156,11 +157,15 @@ class WindowEpoch:
 
     def _next(self) -> Action:
         self._worker.take_all(self.handle)
-        in_flight = self._loop.in_flight is not None
+        began_s = time.monotonic()
+        is_reduced = self._loop.in_flight is not None and self._sync.poll()
+        now_s = time.monotonic()
+        self._polled_s = now_s - began_s
+        self._held_s += self._polled_s
         return self._loop.next(
-            time.monotonic(),
+            now_s,
             has_work=self._not_begun > 0,
-            is_reduced=in_flight and self._sync.poll(),
+            is_reduced=is_reduced,
             is_live=self._graphs.is_live,
         )
 

@@ -52,7 +52,7 @@ class DemoOutcome:
         self.warning = ""
         if busy:
             which = ", ".join(f"{name} ({share:.0%})" for name, share in busy.items())
-            self.warning = f"DISTURBED by a busy machine, twice: {which} of the time"
+            self.warning = f"DISTURBED by a busy machine: {which} of the time"
         self.table = _table(runs, curves, self.target_loss, self.disturbed)
         self.sentences = _sentences(self.table, self.target_loss, self.disturbed)
         self.headline = (self.warning or self.sentences[1]).replace(": ", ":\n")

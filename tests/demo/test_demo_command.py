@@ -148,7 +148,7 @@ def test_a_slow_device_alone_may_stop_early() -> None:
     assert row.note == "a device, stopped early"
 
 
-@pytest.mark.parametrize("step_s", [30.0, 47.0, 60.0])
+@pytest.mark.parametrize("step_s", [30.0, 47.0, 60.0, 100.0])
 @pytest.mark.parametrize(("second_s", "share"), [(0.0, 0.0), (9.0, 0.9)])
 def test_a_disturbed_run_is_repeated_once_within_twice_the_estimate(
     step_s: float,

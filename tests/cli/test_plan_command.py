@@ -193,7 +193,10 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
     ("text", "message"),
     [
         ("x", "is not TOML"),
-        ("[gpt]\nblocks = 2\n" + DEVICE, "the file: unknown key 'gpt'"),
+        (
+            "[gpt]\nblocks = 2\n" + DEVICE,
+            "[gpt] and flops_per_s were removed: write [[layer]]",
+        ),
         ("speed = 1\n" + LAYER, "the file: unknown key 'speed'"),
         (LAYER, "no devices to plan for"),
         ("layer = []\n" + DEVICE, "the model has no layers"),

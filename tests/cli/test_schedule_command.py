@@ -159,6 +159,10 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
             ("interleaved-1f1b", *ARGUMENTS, "--microbatches", "9"),
             "got 9 microbatches; use a multiple of 2, such as 8",
         ),
+        (
+            ("auto", "--stages", "stages.toml"),
+            "`elche schedule --stages` was removed: `elche plan pipeline FILE`",
+        ),
         (("no-such.csv", *ARGUMENTS), "cannot read no-such.csv"),
         (("auto", *ARGUMENTS, "--json", "/no/such/place"), "cannot write"),
     ],

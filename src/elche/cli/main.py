@@ -37,6 +37,7 @@ REMOVED = {
             *("witness", "advertise", "key-file"),
         )
     },
+    "schedule --stages": "`elche plan pipeline FILE` schedules unequal layers",
     "plan pipeline --draw": "the terminal shows the schedule, and --csv FILE writes it",
     "bench": "run `python -m benchmarks.hetero` (links, pipeline, chaos) in a clone of "
     "elche's repository",
@@ -98,7 +99,7 @@ def main() -> None:
     type=float,
     default=14.0,
     show_default=True,
-    help="Training time of both devices together; the demo takes twelve times it.",
+    help="Training time of both devices together; the demo takes about 12 times it.",
 )
 def demo(text: Path | None, out: Path, seconds: float) -> None:
     """Train a small GPT on two unequal devices: alone, with PyTorch, with elche."""

@@ -93,6 +93,7 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
     Raises:
         ConfigError: as `run_schedule`.
     """
+    times = RankTimes(*(config.times or TIMES), config.communication)
     if config.name.endswith(".csv"):
         path = Path(config.name)
         schedule = from_csv(read_text(path), name=path.stem)
@@ -104,16 +105,16 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
                 raise ConfigError(
                     f"{config.name} is for {found} {what}, not for --{what} {asked}"
                 )
-        costs = _costs(config, schedule.placement, schedule.num_ranks)
+        placement, ranks = schedule.placement, schedule.num_ranks
         if schedule.is_lowered:
             check_deadlock_free(schedule)
-        return schedule, costs
+        return schedule, equal_costs(times, placement, ranks, config.memory)
     count, ranks = config.microbatches or MICROBATCHES, config.ranks or RANKS
     if config.name == "auto":
         most = config.virtual_stages or 2
-        return auto_placed(_rank_times(config), ranks, count, config.memory, most)
+        return auto_placed(times, ranks, count, config.memory, most)
     placement = placement_for(config.name, ranks, config.virtual_stages)
-    costs = _costs(config, placement, ranks)
+    costs = equal_costs(times, placement, ranks, config.memory)
     return make_schedule(config.name, costs, count), costs
 
 
@@ -153,13 +154,6 @@ def summary(schedule: Schedule, timing: Timing) -> str:
     )
 
 
-def _costs(
-    config: ScheduleConfig, placement: tuple[int, ...], ranks: int
-) -> PipelineCosts:
-    """Costs of equal ranks in a placement."""
-    return equal_costs(_rank_times(config), placement, ranks, config.memory)
-
-
 def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> None:
     """Checks a schedule from a file against the memory limits."""
     for rank, limit in enumerate(costs.memory):
@@ -169,10 +163,6 @@ def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> N
                 f"{schedule.name} holds up to {peak:g} units of activations on rank "
                 f"{rank}, above its memory limit of {limit:g}"
             )
-
-
-def _rank_times(config: ScheduleConfig) -> RankTimes:
-    return RankTimes(*(config.times or TIMES), config.communication)
 
 
 def _times(

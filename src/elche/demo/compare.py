@@ -38,11 +38,9 @@ OnProgress = Callable[[int, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices of a comparison: emulated or real ones.
+    """Devices of a comparison: emulated by `speeds`, or real by `names`.
 
     Attributes:
-        speeds: relative speeds of emulated devices; empty for real ones.
-        names: real devices, such as ``("cuda:0", "cpu")``; empty for emulated ones.
         ms_per_sample: time per sample of an emulated device with speed 1.
         fixed_ms: fixed time per batch of an emulated device.
         network: emulated network between them; None for this host's loopback.
@@ -84,21 +82,13 @@ class Devices:
 
     def only(self, index: int) -> Devices:
         """Selects one device by index."""
-        return replace(
-            self,
-            speeds=self.speeds[index : index + 1],
-            names=self.names[index : index + 1],
-        )
+        one = slice(index, index + 1)
+        return replace(self, speeds=self.speeds[one], names=self.names[one])
 
 
 @dataclass(frozen=True)
 class ContenderRun:
-    """Result of one contender's run.
-
-    Attributes:
-        name: name of the contender.
-        ranks: results that each rank wrote, see `Contender`.
-    """
+    """Results of one contender that each rank wrote, see `Contender`."""
 
     name: str
     ranks: tuple[dict[str, Any], ...]
@@ -119,10 +109,7 @@ class ContenderRun:
 
     @property
     def overrun_share(self) -> float:
-        """Time by which real compute exceeded the emulated one, as a fraction of it.
-
-        Maximum over the ranks; 0 on real devices.
-        """
+        """Overrun of emulated compute as a fraction of it, on the worst rank."""
         emulated = [result for result in self.ranks if result["nominal_s"]]
         shares = [float(r["overrun_s"] / r["nominal_s"]) for r in emulated]
         return max(shares, default=0.0)
@@ -144,13 +131,8 @@ def run_contender(
 ) -> ContenderRun:
     """Trains one contender, a process per device, and returns its results.
 
-    Args:
-        name: name for the contender.
-        spec: specification; its ``out`` is replaced by a temporary directory.
-        devices: devices, with one rank on each.
-        on_progress: receives the run's progress.
-        trace_path: file for the timeline of elche's ranks.
-        module: module that every rank runs, with the specification as argument.
+    The ``out`` of `spec` is replaced by a temporary directory; `trace_path` receives
+    the timeline of elche's ranks; every rank runs `module`.
 
     Raises:
         RemoteRankError: a rank failed; the message has the end of its output.

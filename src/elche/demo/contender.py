@@ -55,13 +55,10 @@ class ContenderSpec:
 
     Attributes:
         kind: ``solo`` (each rank trains alone), ``ddp`` or ``elche``.
-        samples: number of samples to train on.
         out: directory for results.
         batch_size: samples of a batch; for DDP of all ranks together.
         segments: number of parts of the run, each followed by an evaluation.
-        seed: seed of parameters, data and order.
         text: file or directory to learn.
-        policy: elche's policy.
         max_seconds: time limit (s) of ``solo`` training.
     """
 
@@ -77,12 +74,7 @@ class ContenderSpec:
 
 
 class Contender:
-    """One rank of a contender. Benchmarks may subclass it for other workloads.
-
-    Args:
-        spec: specification of the training.
-        clock: clock of this rank, in seconds.
-    """
+    """One rank of a contender. Benchmarks may subclass it for other workloads."""
 
     def __init__(
         self, spec: ContenderSpec, clock: Callable[[], float] = time.monotonic

@@ -19,11 +19,7 @@ _SECONDS, _SAMPLES = 0, 1
 
 
 class DemoOutcome:
-    """Comparison of the contenders' results.
-
-    Args:
-        devices: devices of the comparison.
-        runs: runs by name; `SOLO` has one device alone on every rank.
+    """Comparison of runs by name; `SOLO` has one device alone on every rank.
 
     Attributes:
         title: title of the table.
@@ -38,8 +34,7 @@ class DemoOutcome:
     """
 
     def __init__(self, devices: Devices, runs: Mapping[str, ContenderRun]) -> None:
-        self._devices = devices
-        self._runs = runs
+        self._devices, self._runs = devices, runs
         kind = "emulated devices" if devices.emulated else "devices"
         self.title = f"a small GPT on two unequal {kind}"
         self.curves = curves = _curves(runs)
@@ -52,18 +47,14 @@ class DemoOutcome:
         self.warning = ""
         if busy:
             which = ", ".join(f"{name} ({share:.0%})" for name, share in busy.items())
-            self.warning = f"DISTURBED by a busy machine, twice: {which} of the time"
-        self.table = _table(runs, curves, self.target_loss, self.disturbed)
-        self.sentences = _sentences(self.table, self.target_loss, self.disturbed)
+            self.warning = f"DISTURBED by a busy machine: {which} of the time"
+        self.table = self._table()
+        self.sentences = self._sentences()
         self.headline = (self.warning or self.sentences[1]).replace(": ", ":\n")
         self.emulated = _what_was_emulated(devices, [*runs.values()])
 
     def figures(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """All figures for JSON output.
-
-        Args:
-            facts: further facts about the run.
-        """
+        """All figures for JSON output, with further facts about the run."""
         solo = self._runs[SOLO]
         return {
             "contenders": contenders_to_json(self.table),
@@ -79,6 +70,77 @@ class DemoOutcome:
             "machine": machine(),
         }
 
+    def _table(self) -> list[ContenderResult]:
+        runs, curves, solo = self._runs, self.curves, self._runs[SOLO]
+        rates = [solo.rate(rank) for rank in range(len(solo.ranks))]
+        fastest = curves[f"{SOLO}-{rates.index(max(rates))}"]
+        rows = []
+        for index, (name, curve) in enumerate(curves.items()):
+            alone = index < len(rates)
+            rate = rates[index] if alone else runs[name].rate()
+            note = solo.devices[index] if alone else "both devices"
+            if not alone and (choices := runs[name].ranks[0]["choices"]):
+                note += f", chose {choices[-1][0]}"
+            if is_cut := _is_cut(curve, curves):
+                note += ", stopped early"
+            if is_lost := name in self.disturbed:
+                note = f"DISTURBED, {note}"
+            target = None if is_lost else self.target_loss
+            reached = [
+                (_reached(fastest, target, axis), _reached(curve, target, axis))
+                for axis in (_SECONDS, _SAMPLES)
+            ]
+            gain, sample_efficiency = (
+                best / own if best is not None and own else None
+                for best, own in reached
+            )
+            rows.append(
+                ContenderResult(
+                    name=name,
+                    samples_per_s=rate,
+                    efficiency=None if is_lost else rate / sum(rates),
+                    sample_efficiency=sample_efficiency,
+                    eval_loss=None if is_cut else curve[-1][2],
+                    time_to_loss_s=reached[_SECONDS][1],
+                    gain=gain,
+                    note=note,
+                )
+            )
+        return rows
+
+    def _sentences(self) -> list[str]:
+        """Two or three sentences on the user's gain, computed from the figures."""
+        table, target_loss, disturbed = self.table, self.target_loss, self.disturbed
+        rows = {row.name: row for row in table}
+        if not disturbed.isdisjoint(("ddp", "elche-sync")):
+            return ["No verdict: a run that it needs was disturbed."]
+        judged = [row for row in table if row.name not in disturbed]
+        ours = [row for row in judged if row.name.startswith("elche")]
+        alone = [row for row in table if row.name.startswith(SOLO)]
+        fastest = max(alone, key=lambda row: row.samples_per_s)
+        default, ddp = rows["elche-sync"], rows["ddp"]
+        parts = [
+            f"{default.name}, the default, trains {default.samples_per_s:.0f} samples"
+            f" per second on both devices, {default.efficiency:.0%} of what the two"
+            " deliver alone, with the result of one device; PyTorch's"
+            f" DistributedDataParallel trains {ddp.samples_per_s:.0f}"
+            f" ({ddp.efficiency:.0%}), the fastest device alone"
+            f" {fastest.samples_per_s:.0f}."
+        ]
+        reached = [row for row in ours if row.time_to_loss_s]
+        if target_loss is None or not reached:
+            return [*parts, "elche did not reach the loss that the others reached."]
+        best = min(reached, key=lambda row: row.time_to_loss_s or 0.0)
+        parts.append(
+            f"{best.name} reaches the evaluation loss {target_loss:.3f} after"
+            f" {best.time_to_loss_s:.1f} s: {_compared(best, fastest)} the fastest"
+            f" device alone, {_compared(best, ddp)} DistributedDataParallel."
+        )
+        if worse := [r.name for r in ours if (r.gain or 0.0) < 1 - EQUAL_WITHIN]:
+            slower = "did not pay: slower to that loss than one device."
+            parts.append(f"Here {_in_words(worse)} {slower}")
+        return parts
+
 
 def _curves(runs: Mapping[str, ContenderRun]) -> Mapping[str, Curve]:
     """Evaluations of the contenders; each solo device is a separate contender."""
@@ -92,89 +154,11 @@ def _is_cut(curve: Curve, curves: Mapping[str, Curve]) -> bool:
     return curve[-1][_SAMPLES] < 0.9 * max(c[-1][_SAMPLES] for c in curves.values())
 
 
-def _table(
-    runs: Mapping[str, ContenderRun],
-    curves: Mapping[str, Curve],
-    target_loss: float | None,
-    disturbed: set[str],
-) -> list[ContenderResult]:
-    solo = runs[SOLO]
-    rates = [solo.rate(rank) for rank in range(len(solo.ranks))]
-    fastest = curves[f"{SOLO}-{rates.index(max(rates))}"]
-    rows = []
-    for index, (name, curve) in enumerate(curves.items()):
-        alone = index < len(rates)
-        rate = rates[index] if alone else runs[name].rate()
-        note = solo.devices[index] if alone else "both devices"
-        if not alone and (choices := runs[name].ranks[0]["choices"]):
-            note += f", chose {choices[-1][0]}"
-        if is_cut := _is_cut(curve, curves):
-            note += ", stopped early"
-        if is_lost := name in disturbed:
-            note = f"DISTURBED, {note}"
-        target = None if is_lost else target_loss
-        reached = [
-            (_reached(fastest, target, axis), _reached(curve, target, axis))
-            for axis in (_SECONDS, _SAMPLES)
-        ]
-        gain, sample_efficiency = (
-            best / own if best is not None and own else None for best, own in reached
-        )
-        rows.append(
-            ContenderResult(
-                name=name,
-                samples_per_s=rate,
-                efficiency=None if is_lost else rate / sum(rates),
-                sample_efficiency=sample_efficiency,
-                eval_loss=None if is_cut else curve[-1][2],
-                time_to_loss_s=reached[_SECONDS][1],
-                gain=gain,
-                note=note,
-            )
-        )
-    return rows
-
-
 def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None:
     """Seconds or samples until the loss, interpolated; None if it is not reached."""
     if target_loss is None:
         return None
     return time_to_loss([(point[axis], point[2]) for point in curve], target_loss)
-
-
-def _sentences(
-    table: Sequence[ContenderResult],
-    target_loss: float | None,
-    disturbed: set[str],
-) -> list[str]:
-    """Two or three sentences on the user's gain, computed from the figures."""
-    rows = {row.name: row for row in table}
-    if not disturbed.isdisjoint(("ddp", "elche-sync")):
-        return ["No verdict: a run that it needs was disturbed."]
-    ours = [r for r in table if r.name.startswith("elche") and r.name not in disturbed]
-    alone = [row for row in table if row.name.startswith(SOLO)]
-    fastest = max(alone, key=lambda row: row.samples_per_s)
-    default, ddp = rows["elche-sync"], rows["ddp"]
-    parts = [
-        f"{default.name}, the default, trains {default.samples_per_s:.0f} samples per"
-        f" second on both devices, {default.efficiency:.0%} of what the two deliver"
-        " alone, with the result of one device; PyTorch's DistributedDataParallel"
-        f" trains {ddp.samples_per_s:.0f} ({ddp.efficiency:.0%}), the fastest device"
-        f" alone {fastest.samples_per_s:.0f}."
-    ]
-    reached = [row for row in ours if row.time_to_loss_s]
-    if target_loss is None or not reached:
-        return [*parts, "elche did not reach the loss that the others reached."]
-    best = min(reached, key=lambda row: row.time_to_loss_s or 0.0)
-    parts.append(
-        f"{best.name} reaches the evaluation loss {target_loss:.3f} after"
-        f" {best.time_to_loss_s:.1f} s: {_compared(best, fastest)} the fastest device"
-        f" alone, {_compared(best, ddp)} DistributedDataParallel."
-    )
-    if worse := [r.name for r in ours if (r.gain or 0.0) < 1 - EQUAL_WITHIN]:
-        names = _in_words(worse)
-        parts.append(f"Here {names} did not pay: slower to that loss than one device.")
-    return parts
 
 
 def _what_was_emulated(devices: Devices, runs: Sequence[ContenderRun]) -> str:

@@ -33,13 +33,7 @@ _HELD_OUT_EVERY = 10
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded text in two disjoint parts.
-
-    Attributes:
-        train: training symbols, int64 of shape (characters,).
-        held_out: evaluation symbols, from other files if there are several.
-        source: description of the text, for a report.
-    """
+    """Encoded text in two disjoint parts, int64 of shape (characters,); its source."""
 
     train: Tensor
     held_out: Tensor
@@ -49,11 +43,8 @@ class Corpus:
 def load_corpus(path: Path | None = None, max_chars: int = 4_000_000) -> Corpus:
     """Reads a text and splits it into a training and a held-out part.
 
-    Args:
-        path: a text file, with its last tenth held out, or a directory, with every
-            tenth file held out. None reads the sources of the running interpreter's
-            standard library, without tests and bundled packages.
-        max_chars: maximum number of characters to read.
+    Of a file the last tenth is held out, of a directory every tenth file. None reads
+    the running interpreter's standard library, without tests and bundled packages.
 
     Raises:
         ConfigError: there is no text, or it cannot be read.

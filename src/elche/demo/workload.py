@@ -31,11 +31,9 @@ class Workload:
     """A model with its data, loss and optimizer.
 
     Attributes:
-        name: name of the workload.
         seed: seed of the initial parameters and the order of samples.
         learning_rate: learning rate, tuned for one device and batch size 32.
         train_dataset: map-style data set with items (input, target).
-        eval_batches: batches of the held-out set.
         source: description of the data, for a report.
         network_fn: makes the network; `model_fn` seeds its parameters.
     """
@@ -88,14 +86,10 @@ class GPTConfig:
     """Sizes of a `GPT`.
 
     Attributes:
-        vocabulary: number of symbols.
         context: maximum number of symbols in a sequence.
         width: features of a position; a multiple of `heads`.
-        heads: attention heads.
-        layers: transformer blocks.
         ngram_orders: n-gram length of each table of hashed n-grams. Tables add
             parameters, and knowledge, at little compute.
-        ngram_rows: rows of each table.
     """
 
     vocabulary: int
@@ -245,11 +239,7 @@ def split_batches(inputs: Tensor, targets: Tensor) -> tuple[Batch, ...]:
 
 
 def learning_rate_scale(progress: float) -> float:
-    """Factor on the learning rate: a short linear warm-up, then a linear decay.
-
-    Args:
-        progress: trained samples as a fraction of the whole run's, 0 to 1.
-    """
+    """Factor on the learning rate at a fraction of the run: warm-up, then decay."""
     warmup, floor = 0.05, 0.02
     return max(floor, min(progress / warmup, 1 - progress))
 

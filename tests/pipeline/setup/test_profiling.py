@@ -83,13 +83,25 @@ def test_measuring_takes_its_budget_and_one_microbatch(seconds: float) -> None:
 
 @pytest.mark.parametrize("quota", [0.1, 0.4, 1.0])
 def test_a_quota_slows_all_layers_alike(quota: float) -> None:
-    """Most layers run within one period; the waits fall on few of their runs."""
+    """Most layers run within one period; the waits fall on few of their runs.
+
+    Reports of progress wait for the coordinator, which is no wait of a layer.
+    """
     seconds = [0.001 * (1 + at % 4) for at in range(12)]
+    layers = layers_of([Emulated(s).double() for s in seconds], None)
     with virtual_time(quota):
-        found = profiled_of([Emulated(s).double() for s in seconds], batch()[0])
+        report = lambda _: Clock.sleep(0.0)  # noqa: E731
+        found = profile_layers(layers, batch()[0], CPU, None, report)
     scales = [one.forward_s / s for one, s in zip(found, seconds, strict=True)]
     assert scales == pytest.approx([scales[0]] * 12, rel=1e-6)
     assert scales[0] == pytest.approx(1 / quota, rel=0.1)
+
+
+def test_a_coarse_cpu_clock_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clock, "thread_time", lambda: round(Clock.cpu_s, 2))
+    with virtual_time():
+        (one,) = profiled_of([Emulated(0.001).double()], batch()[0])
+    assert one.forward_s == pytest.approx(0.001)
 
 
 class Sleeping(Emulated):

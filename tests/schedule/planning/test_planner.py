@@ -262,6 +262,14 @@ def test_questions_that_make_no_sense(
         PlanConfig(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("uses_all", [True, False])
+def test_one_device_needs_no_several_stages(name: str, uses_all: bool) -> None:
+    config = PlanConfig(num_microbatches=4, schedule=name, use_all_devices=uses_all)
+    with pytest.raises(ConfigError, match="one device is enough"):
+        plan_pipeline(equal_layers(6, (1.0,)), config)
+
+
 def test_a_gpt_by_its_size() -> None:
     size = GptSize(
         blocks=3,

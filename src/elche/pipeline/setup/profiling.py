@@ -135,7 +135,7 @@ class _Profiler:
         self._publish, self._pass_message = report, pass_message
         self._text, self._runs = "", 0
         self._known: list[tuple[object, float, tuple[LayerMeasurement, int]]] = []
-        self._spent_s, self._clock = [0.0, 0.0], _WALL
+        self._spent_s, self._clock, self._sleeps = [0.0, 0.0], _WALL, 0
         self._begin_s = self._logged_s = time.perf_counter()
 
     def measure(self, index: int, given: Message) -> Message:
@@ -240,7 +240,7 @@ class _Profiler:
         for runner in turns:
             runner.begin_step()
         took_s: list[list[float]] = [[] for _ in range(2 * _PARTS)]
-        slept = _sleeps()
+        self._sleeps = 0
         for microbatch in range(under_way):
             for runner in turns:
                 begin = self._now()
@@ -263,8 +263,11 @@ class _Profiler:
                 self._lap(took_s, 2, begin)
                 self._report()
         # CPU time misses the waits of a layer that sleeps: for I/O, for its threads.
-        does_sleep = _sleeps() - slept >= under_way * len(turns)
-        self._clock = _WALL if does_sleep or self._device.type != "cpu" else _CPU
+        does_sleep = self._sleeps >= under_way * len(turns)
+        laps = zip(chain(*took_s[:_CPU]), chain(*took_s[_CPU:]), strict=True)
+        is_coarse = any(wall_s > 0 == cpu_s for wall_s, cpu_s in laps)
+        is_wall = does_sleep or is_coarse or self._device.type != "cpu"
+        self._clock = _WALL if is_wall else _CPU
         if self._clock == _CPU:
             self._spent_s[0] += sum(map(sum, took_s[:_CPU]))
             self._spent_s[1] += sum(map(sum, took_s[_CPU:]))
@@ -272,18 +275,19 @@ class _Profiler:
             ends[:] = [one / 2 for one in ends] or [0.0]
         return tuple(map(fmean, took_s)), message
 
-    def _now(self) -> tuple[float, float]:
-        """Wall and CPU time (s)."""
+    def _now(self) -> tuple[float, float, int]:
+        """Wall and CPU time (s), and sleeps."""
         synchronize(self._device)
-        return time.perf_counter(), time.thread_time()
+        return time.perf_counter(), time.thread_time(), _sleeps()
 
     def _lap(
-        self, took_s: list[list[float]], part: int, begin: tuple[float, float]
-    ) -> tuple[float, float]:
+        self, took_s: list[list[float]], part: int, begin: tuple[float, float, int]
+    ) -> tuple[float, float, int]:
         """Adds the times since `begin` to a part of a row; returns the present."""
         now = self._now()
         took_s[_WALL + part].append(now[0] - begin[0])
         took_s[_CPU + part].append(now[1] - begin[1])
+        self._sleeps += now[2] - begin[2]
         return now
 
     def _report(self) -> None:

@@ -144,8 +144,8 @@ class _PlanSearch:
             return Alternative(name=name, candidate=self._auto())
         placements = self._placements(name)
         starts = self._affordable(self._suiting(placements), TRIES)
-        args = name, starts, placements, NAMED_ACTIONS
-        best, reason = best_named(self.evaluator, *args)
+        given = name, starts, placements, NAMED_ACTIONS
+        best, reason = best_named(self.evaluator, *given)
         if best is None:
             reason = reason or self._why_not(name)
             return Alternative(name=name, candidate=None, reason=reason)
@@ -238,8 +238,8 @@ class _PlanSearch:
         """Placements of a schedule on different numbers of devices."""
         most = len(self.profile.devices)
         stages = self.config.stages_per_device if name in LOOPED else None
-        least = 2 if name in LOOPED + V_SHAPED else 1
-        least = most if self.config.use_all_devices else least
+        least = most if self.config.use_all_devices else 1
+        least = max(least, 2 if name in LOOPED + V_SHAPED else 1)
         return [placement_for(name, n, stages) for n in range(least, most + 1)]
 
     def _suiting(self, placements: list[tuple[int, ...]]) -> Iterator[Partition]:

@@ -37,12 +37,28 @@ def test_unequal_ranks_train_as_one_process(
 
 
 @pytest.mark.parametrize("has_other_n", [True, False])
+@pytest.mark.parametrize("kind", ["replica", "ddp"])
 def test_different_calls_are_named_on_every_rank(
-    ranks2: RankPool, has_other_n: bool
+    ranks2: RankPool, kind: str, has_other_n: bool
 ) -> None:
-    texts = ranks2.run(cases.refused, has_other_n, case_setup=serve_in_thread)
+    setup = meeting if kind == "ddp" else serve_in_thread
+    texts = ranks2.run(cases.refused, kind, has_other_n, case_setup=setup)
     assert len(set(texts)) == 1
     assert texts[0].startswith("ranks called elche.share with different n")
+
+
+@pytest.mark.parametrize(
+    ("wraps", "text"),
+    [
+        (False, "nothing weights their gradients: wrap the model in elche.Replica"),
+        (True, "the plain mean over ranks is not the gradient of the batch"),
+    ],
+)
+def test_unequal_parts_need_weights(ranks2: RankPool, wraps: bool, text: str) -> None:
+    """A plain mean over ranks, as under torch's own wrapper, was wrong in silence."""
+    texts = ranks2.run(cases.unweighted, wraps, case_setup=serve_in_thread)
+    assert len(set(texts)) == 1
+    assert text in texts[0]
 
 
 def test_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

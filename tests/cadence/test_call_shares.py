@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.cadence.call_shares import CallShares
-from elche.errors import ConfigError
+from elche.errors import ConfigError, ProtocolError
 
 SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5)
 
@@ -65,3 +65,13 @@ def test_parts_follow_a_ratio_of_four(per_report: int) -> None:
 def test_a_wrong_number_is_refused(n: object) -> None:
     with pytest.raises(ConfigError, match="n"):
         CallShares(0, 1).split(n, 0.0)  # type: ignore[arg-type]
+
+
+def test_ranks_that_split_differently_are_named() -> None:
+    """Their parts overlap, which the weights of a reduction do not show."""
+    first, second = CallShares(0, 2), CallShares(1, 2)
+    first.report([(10, 1.0, 0.0), (10, 4.0, 0.0)])
+    for each in (first, second):
+        each.split(20, 0.0)
+    with pytest.raises(ProtocolError, match="different n, or not equally often"):
+        first.report([first.facts(), second.facts()])

@@ -11,12 +11,13 @@ import pytest
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
 MODULE = """
-import sys, elche
+import sys, torch, elche
 for name in sys.argv[1:]:
     if elche.is_main_process():
         open(name, "x").close()
     elche.barrier()
     open(name).close()
+torch.distributed.init_process_group("gloo")
 elche.init_group()
 elche.barrier()
 print(__package__, elche.rank(), elche.world_size())

@@ -50,6 +50,7 @@ from elche.session.process import current_run, process, watch_exit
 from elche.session.sharing import waiting
 
 BUFFER_RULES = ("mean", "first")
+PLAIN_MEAN = "all_reduce_gradients"
 
 
 def init_group(*, timeout_s: float = 300.0, transport: TransportKind = "auto") -> Group:
@@ -110,6 +111,7 @@ class Replica:
         self._gradients = GradientExchange(group)
         self._scope = NormScope()
         self._is_stale = True
+        process.weighs_gradients = True
 
     @staticmethod
     def wrap(
@@ -186,9 +188,9 @@ class Replica:
         ``grad=None``.
 
         Raises:
-            ConfigError: a gradient is sparse.
+            ConfigError: a gradient is sparse, or the parts of `elche.share` differ.
         """
-        self._reduce("all_reduce_gradients", [1.0] * self.world_size)
+        self._reduce(PLAIN_MEAN, [1.0] * self.world_size)
 
     def weighted_all_reduce_gradients(
         self, batch_counts: Sequence[float] | float
@@ -244,6 +246,12 @@ class Replica:
     def _reduce(self, call: str, counts: Sequence[float]) -> None:
         check_gradients(self.model)
         what, rows = self._announce(call, counts)
+        if call == PLAIN_MEAN and process.shares.is_unequal:
+            raise ConfigError(
+                f"{what}: parts of elche.share differ, so the plain mean over ranks "
+                "is not the gradient of the batch; call weighted_all_reduce_gradients "
+                "with the samples of this rank's part (or 1.0 for losses that are sums)"
+            )
         known = _agreed_counts(what, rows)
         total = sum(known)
         if total <= 0 or math.isinf(total):

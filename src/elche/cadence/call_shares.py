@@ -27,7 +27,10 @@ class CallShares:
         self._digest = 0
         self._part = 0
         self._began_s = self._waited_s = 0.0
-        self._parts: list[tuple[int, float]] = []  # not yet reported
+        self._ended = 0, 0, 0.0
+        """Parts that ended since the last report: count, samples, busy time (s)."""
+        self.is_unequal = False
+        """True if the last split's parts differ, which only weights make exact."""
 
     @property
     def due_s(self) -> float:
@@ -44,9 +47,11 @@ class CallShares:
         sizes = self._balancer.sizes(check_int("n", samples, 1))
         if self._digest:
             busy_s = max(0.0, now_s - self._began_s - self._waited_s)
-            self._parts.append((self._part, busy_s))
+            count, done, spent_s = self._ended
+            self._ended = count + 1, done + self._part, spent_s + busy_s
         self._began_s, self._waited_s = now_s, 0.0
-        self._digest = zlib.crc32(str(samples).encode(), self._digest)
+        self.is_unequal = len(set(sizes)) > 1
+        self._digest = zlib.crc32(repr(sizes).encode(), self._digest)
         rank, _ = self.place
         self._part, start = sizes[rank], sum(sizes[:rank])
         return range(start, start + self._part)
@@ -57,9 +62,8 @@ class CallShares:
 
     def facts(self) -> tuple[float, float, float]:
         """Returns this rank's means per call since its last report, and the digest."""
-        parts, self._parts = self._parts or [(0, 0.0)], []
-        samples, busy_s = (sum(each) / len(parts) for each in zip(*parts, strict=True))
-        return samples, busy_s, float(self._digest)
+        (count, samples, busy_s), self._ended = self._ended, (0, 0, 0.0)
+        return samples / (count or 1), busy_s / (count or 1), float(self._digest)
 
     def report(self, rows: Sequence[Sequence[float]]) -> None:
         """Records the facts of all ranks; another group's are only compared.

@@ -43,6 +43,7 @@ from elche.ddp.reduction import (
 )
 from elche.devices.streams import refuse_capture
 from elche.errors import CommunicationError, ConfigError
+from elche.session.process import process
 from elche.session.sharing import waiting
 from elche.torch_internals.groups import (
     COMM_HOOKS,
@@ -188,6 +189,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         self._reduction.at_end = weakref.WeakMethod(self._queue_rebuild)
         super().register_comm_hook(self._reduction, _reduce)
+        process.weighs_gradients |= settings["strategy"] != "none"
 
     @property
     def last_reduction(self) -> DdpReduction | None:

@@ -43,6 +43,8 @@ class Process:
     """Run of `elche.init_group`."""
     shares = CallShares(0, 1)
     """Splits of `elche.share`."""
+    weighs_gradients = False
+    """True once `elche.Replica` or `elche.DistributedDataParallel` wraps a model."""
     metrics: MetricsView | None = None
     timeline: Timeline | None = None
     facts: RunFacts | None = None

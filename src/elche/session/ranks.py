@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from elche.devices.choice import CPU
 from elche.errors import ConfigError
 from elche.runtime.process.connect import meet
 from elche.runtime.process.environment import read_placement
@@ -59,14 +58,14 @@ def barrier() -> None:
     if world_size() == 1:
         return
     run, by_hand = current_run(), process.manual
-    if run is None and by_hand is not None:
-        with waiting(CPU):
-            by_hand.barrier()
-        return
-    if run is None:
-        meet(process.placed())
-    else:
+    if run is not None:
         run.barrier("elche.barrier()")
+        return
+    with waiting(device()):
+        if by_hand is not None:
+            by_hand.barrier()
+        else:
+            meet(process.placed())
 
 
 Tree = TypeVar("Tree")

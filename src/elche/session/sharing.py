@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from elche.cadence.call_shares import CallShares
-from elche.devices.streams import synchronize
+from elche.devices.streams import record_event
 from elche.errors import ConfigError
 from elche.runtime.emulation import sleep_until
 from elche.session.process import process
@@ -34,7 +34,8 @@ def share(n: int) -> range:
     with an empty part reduces with weight 0. A plain script gets ``range(n)``.
 
     Raises:
-        ConfigError: n is no whole number above 0, or there is no group, or a loader.
+        ConfigError: n is no whole number above 0, or there is no group, or a loader, or
+            the parts are unequal before elche wraps a model.
     """
     if process.run is not None:
         text = "elche.share() is for loops without a loader: that of elche.setup"
@@ -45,7 +46,15 @@ def share(n: int) -> range:
         if (emulation := process.placed().emulation) is not None:
             process.shares.least_s = emulation.pass_s
     sleep_until(process.shares.due_s)
-    return process.shares.split(n, clock_s())
+    part = process.shares.split(n, clock_s())
+    if process.shares.is_unequal and not process.weighs_gradients:
+        raise ConfigError(
+            f"elche.share({n}) divides unequally over {place[1]} ranks, and nothing "
+            "weights their gradients: wrap the model in elche.Replica or "
+            "elche.DistributedDataParallel before (torch's own DistributedDataParallel "
+            f"weights ranks equally), or pass a multiple of {place[1]}"
+        )
+    return part
 
 
 @contextmanager
@@ -55,7 +64,8 @@ def waiting(device: torch.device) -> Iterator[None]:
     if shares.place[1] == 1:
         yield
         return
-    synchronize(device)
+    if device.type != "cpu":  # not other streams: a reduction may wait on one
+        record_event(device).synchronize()
     sleep_until(shares.due_s)
     began_s = clock_s()
     yield

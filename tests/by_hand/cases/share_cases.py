@@ -15,7 +15,7 @@ from elche.by_hand.replica import Replica, init_group
 from elche.cadence.call_shares import CallShares
 from elche.ddp.reduction import WeightedReduction
 from elche.ddp.wrapper import DistributedDataParallel
-from elche.errors import ProtocolError
+from elche.errors import ConfigError, ProtocolError
 from elche.session import sharing
 from elche.session.process import process, shutdown
 from tests.ddp.cases.ddp_cases import torch_world
@@ -67,14 +67,43 @@ def by_share(kind: str, steps: int, n: int) -> Result:
     return sizes, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def refused(has_other_n: bool) -> str:
+def refused(kind: str, has_other_n: bool) -> str:
     """The message for ranks that call `share` differently."""
-    replica = Replica.wrap(nn.Linear(2, 2), init_group(timeout_s=60.0))
-    try:
+    model = nn.Linear(2, 2)
+    with ExitStack() as stack:
+        stack.callback(setattr, process, "shares", CallShares(0, 1))
+        if kind == "ddp":
+            stack.enter_context(torch_world())
+            model = DistributedDataParallel(model)
+        else:
+            stack.callback(shutdown)
+            replica = Replica.wrap(model, init_group(timeout_s=60.0))
         if has_other_n or this_place().rank:
             sharing.share(8 + this_place().rank)
-        replica.weighted_all_reduce_gradients(4)
-    except ProtocolError as error:
+        try:
+            model(torch.ones(4, 2)).sum().backward()
+            if kind == "replica":
+                replica.weighted_all_reduce_gradients(4)
+        except ProtocolError as error:
+            return str(error)
+    return "nothing"
+
+
+def unweighted(wraps: bool) -> str:
+    """The message where nothing weights the gradients of unequal parts."""
+    process.weighs_gradients = False
+    try:
+        group = init_group(timeout_s=60.0)
+        sizes = [len(sharing.share(8)) for _ in range(3)]
+        assert sizes == [4] * 3
+        if wraps:
+            replica = Replica.wrap(nn.Linear(2, 2), group)
+            replica.all_reduce_gradients()
+            sharing.share(9)
+            replica.weighted_all_reduce_gradients(1.0)
+            replica.all_reduce_gradients()
+        sharing.share(9)
+    except ConfigError as error:
         return str(error)
     finally:
         shutdown()

@@ -219,6 +219,7 @@ def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
         is_master=hosted,
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listen(host, port).detach() if hosted else None,
+        multi_tenant=True,  # init_process_group may follow, at the same port
     )
     return store
 

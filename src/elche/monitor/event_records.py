@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final, TypeAlias, final
@@ -69,7 +70,8 @@ class EventRecorder:
         self._epoch, self._epoch_samples = -1, 0
         self._is_training = self._is_over = False
         self._live: set[int] = set()
-        self._excluded: frozenset[int] = frozenset()
+        self._excluded: set[int] = set()
+        self._out, self._tried = frozenset[int](), set[int]()
         self._speeds: dict[int, float] = {}
         self._settings: Record = {}
 
@@ -80,7 +82,8 @@ class EventRecorder:
     def _records(self, message: Event | Instruction) -> list[Record]:
         match message:
             case MetricsReported() if message.window >= 0:
-                return [self._window(message)]
+                window = self._window(message)
+                return [window, *self._return(window["rank_samples"])]
             case BeginEpoch():
                 return self._begin(message)
             case EndEpoch() if self._is_training:
@@ -155,12 +158,23 @@ class EventRecorder:
         return record | {"values": dict(values["means"])}
 
     def _exclude(self, change: LeaveOut) -> list[Record]:
-        before, self._excluded = self._excluded, frozenset(change.left_out)
-        text = change.reason or "by the policy"
-        gone, back = self._excluded - before, before - self._excluded
+        """Records real changes: excluded ranks take part in each epoch's first step."""
+        self._out, self._tried = frozenset(change.left_out), set()
+        gone = self._out - self._excluded
+        back = self._excluded - self._out if change.reason else set[int]()
+        self._excluded = self._excluded - back | gone
         named = [("excluded", rank) for rank in sorted(gone)]
         named += [("returned", rank) for rank in sorted(back)]
+        text = change.reason or "by the policy"
         return [event_record(name, text, rank) for name, rank in named]
+
+    def _return(self, samples: Sequence[int]) -> list[Record]:
+        """Ranks that train in a second window since they were to take part."""
+        there = {r for r, n in enumerate(samples) if n} & (self._excluded - self._out)
+        back, self._tried = there & self._tried, self._tried | there
+        self._excluded -= back
+        text = "takes part in the steps again"
+        return [event_record("returned", text, rank) for rank in sorted(back)]
 
     def _lose(self, rank: int, text: str) -> list[Record]:
         if rank not in self._live or self._is_over:
@@ -192,6 +206,7 @@ def event_record(name: str, text: str, rank: int | None = None) -> Record:
 def merged(windows: Sequence[Record]) -> Record:
     """Merges windows: sums of times and samples, weighted means of logged values.
 
+    Speeds of devices are means over the wall time: they count while a rank was there.
     The rest is that of the last window.
     """
     record = dict(windows[-1])
@@ -200,6 +215,11 @@ def merged(windows: Sequence[Record]) -> Record:
         record[name] = _rounded(list(map(sum, rows)))
     for name in ("duration_s", "synchronisations"):
         record[name] = _rounded(sum(window[name] for window in windows))
+    parts = [window["duration_s"] / (record["duration_s"] or 1.0) for window in windows]
+    rows = zip_longest(*(w["device_samples_per_s"] for w in windows), fillvalue=0)
+    record["device_samples_per_s"] = _rounded(
+        [sum(map(operator.mul, parts, row)) for row in rows]
+    )
     rows_of: dict[str, list[tuple[float, float]]] = {}
     for window in windows:
         weight = sum(window["rank_samples"]) or 1e-9

@@ -160,6 +160,7 @@ def run_row(window: Record) -> dict[str, float]:
 def rank_row(window: Record, rank: int) -> dict[str, float]:
     """Figures of a rank in a window; zeros where it did nothing.
 
+    ``samples_per_s`` is its speed in its own work; without work the smoothed one.
     ``share`` is of the samples. ``compute``, ``data_wait``, ``transfer`` and
     ``sync_wait`` (waiting for other ranks, and reducing) are fractions of its time,
     which add up to 1; ``busy`` is the sum of the first three.
@@ -175,9 +176,12 @@ def rank_row(window: Record, rank: int) -> dict[str, float]:
         for name in ("busy", "data_wait", "transfer", "sync_wait")
     }
     parts["compute"] = max(0.0, parts["busy"] - parts["data_wait"] - parts["transfer"])
-    share = of("rank_samples") / total if total else 0.0
+    speed, work = of("device_samples_per_s"), of("rank_samples")
+    share = work / total if total else 0.0
     row = {"t": window["t"], "samples": window["samples"], "share": share}
-    return row | {"samples_per_s": of("device_samples_per_s")} | parts
+    if (busy_s := of("busy_s")) > 0:
+        speed = (work + of("discarded_samples")) / busy_s
+    return row | {"samples_per_s": speed} | parts
 
 
 def columns(rows: Iterable[dict[str, float]]) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -38,8 +39,8 @@ class RunWatch:
         self._recorder, attempt = EventRecorder(), 0
         if config.events is not None:
             self._file = EventFile(config.events, appends=config.appends_events)
-            self._recorder = EventRecorder(self._file.history.epoch_starts)
-            attempt = len(self._file.history.runs)
+            self._recorder = EventRecorder(self._file.epoch_starts)
+            attempt = self._file.starts
         self.is_needed = bool(self._file or self._draws or config.trace_path)
         self._pass(_run_record(config, attempt))
         if attempt:
@@ -51,9 +52,8 @@ class RunWatch:
             self._pass(record)
         if isinstance(message, Tick):
             for draw in self._draws:
-                draw(self._view)
-            if self._file is not None:
-                self._file.flush()
+                with contextlib.suppress(OSError):  # nobody reads standard error
+                    draw(self._view)
 
     def _pass(self, record: Record) -> None:
         record = {"t": time.time(), **record}

@@ -77,8 +77,8 @@ def _how_much(history: RunHistory, whole: Record) -> list[str]:
     begun = len({each["epoch"] for each in history.epochs})
     found = [f"It trained {samples:,} samples in {took}, epochs begun: {begun}."]
     for name in history.scalar_names[:NAMED]:
-        values = [v for v in history.scalar(name)["value"] if math.isfinite(v)]
-        if values:
+        means = (window["values"].get(name, math.nan) for window in history.windows)
+        if values := [*filter(math.isfinite, means)]:
             found.append(f"{name} went from {values[0]:.4g} to {values[-1]:.4g}.")
     parts = time_parts(history, whole)
     spent = ", ".join(f"{part:.1%} {PARTS[name]}" for name, part in parts.items())

@@ -123,14 +123,6 @@ class RunHistory:
             covered_s += self.windows[first]["duration_s"]
         return merged(self.windows[first:]) if self.windows else None
 
-    def scalar(self, name: str, start: int = 0) -> dict[str, list[float]]:
-        """Columns ``t``, ``samples`` and ``value`` of a logged value."""
-        found = (w for w in self.windows[start:] if name in w["values"])
-        keys = "t", "samples"
-        return columns(
-            {k: w[k] for k in keys} | {"value": w["values"][name]} for w in found
-        )
-
 
 def _check_version(record: Record) -> None:
     version = record.get("version")

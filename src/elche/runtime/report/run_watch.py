@@ -63,12 +63,10 @@ class RunWatch:
 
     def marks(self) -> list[Span]:
         """Events as marks of a timeline, whose clock is the monotonic one."""
-        offset_s = time.monotonic() - time.time()
+        offset_s, events = time.monotonic() - time.time(), self._view.history.events
         return [
-            Span(
-                each["rank"] or 0, each["name"], EVENT, each["t"] + offset_s, 0.0, each
-            )
-            for each in self._view.history.events
+            Span(e["rank"] or 0, e["name"], EVENT, e["t"] + offset_s, 0.0, e)
+            for e in events
         ]
 
     def close(self, result: LaunchResult) -> None:

@@ -6,12 +6,11 @@ which only complete events ("X"), instants ("i") and metadata ("M") are written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-from elche.errors import ConfigError
 
 BATCH = "batch"
 DATA_WAIT = "data wait"
@@ -104,16 +103,9 @@ def spans_to_jsonl(spans: Iterable[Span]) -> str:
 
 
 def spans_from_jsonl(text: str) -> list[Span]:
-    """Reads the output of `spans_to_jsonl`; blank lines are skipped.
-
-    Raises:
-        ConfigError: a line is not a span; the message has its number.
-    """
+    """Reads the output of `spans_to_jsonl`; broken lines are skipped."""
     spans = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            if line.strip():
-                spans.append(Span(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"line {number} is not a span: {error}") from error
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            spans.append(Span(**json.loads(line)))
     return spans

@@ -31,17 +31,14 @@ class RunWatch:
     """
 
     def __init__(self, config: LaunchConfig) -> None:
-        self._view = RunView()
-        self._draws = [config.on_view] if config.on_view else []
-        if config.display is not None:
-            self._draws.append(config.display.draw)
+        self._view, self._draw = RunView(), config.on_view
         self._file: EventFile | None = None
         self._recorder, attempt = EventRecorder(), 0
         if config.events is not None:
             self._file = EventFile(config.events, appends=config.appends_events)
             self._recorder = EventRecorder(self._file.epoch_starts)
             attempt = self._file.starts
-        self.is_needed = bool(self._file or self._draws or config.trace_path)
+        self.is_needed = bool(self._file or self._draw or config.trace_path)
         self._pass(_run_record(config, attempt))
         if attempt:
             self._pass(event_record("restart", f"start {attempt + 1} of the run"))
@@ -50,10 +47,9 @@ class RunWatch:
         """Records a message; a `Tick` has the run drawn."""
         for record in self._recorder.see(message, time.time()):
             self._pass(record)
-        if isinstance(message, Tick):
-            for draw in self._draws:
-                with contextlib.suppress(OSError):  # nobody reads standard error
-                    draw(self._view)
+        if isinstance(message, Tick) and self._draw is not None:
+            with contextlib.suppress(OSError):  # nobody reads standard error
+                self._draw(self._view)
 
     def _pass(self, record: Record) -> None:
         record = {"t": time.time(), **record}

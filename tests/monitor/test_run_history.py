@@ -231,8 +231,11 @@ def test_a_dead_ranks_speed_counts_as_long_as_its_samples() -> None:
     alone = report(0, (80,), busy_s=(1.0,), data_wait_s=(0.0,), sync_wait_s=(0.0,))
     both = report(0, busy_s=(1.0, 1.0))
     history = RunHistory()
-    for record in recorded(*begin(0), both, both, RankLost(rank=1), alone):
+    joined, lost = (join(0), join(1)), RankLost(rank=1)
+    for record in recorded(*joined, *begin(0), both, both, lost, both, alone):
         history.take(record)
+    speeds = [each["device_samples_per_s"] for each in history.windows]
+    assert speeds == [[80.0, 20.0]] * 3 + [[80.0]]  # the last samples come late
     recent = history.recent()
     assert recent is not None
     assert rank_row(recent, 1)["samples_per_s"] == 20.0

@@ -69,7 +69,7 @@ class EventRecorder:
         self._samples = max(self._starts.values(), default=0)
         self._epoch, self._epoch_samples = -1, 0
         self._is_training = self._is_over = False
-        self._live: set[int] = set()
+        self._live, self._gone = set[int](), set[int]()
         self._excluded: set[int] = set()
         self._out, self._tried = frozenset[int](), set[int]()
         self._speeds: dict[int, float] = {}
@@ -115,6 +115,7 @@ class EventRecorder:
 
     def _join(self, join: Join) -> list[Record]:
         self._live.add(join.rank)
+        self._gone.discard(join.rank)
         record: Record = {"kind": "rank", "rank": join.rank, "device": join.device}
         record["memory_bytes"] = join.memory_bytes
         settings = {name: json.loads(value) for name, value in join.settings}
@@ -155,6 +156,8 @@ class EventRecorder:
         record["device_samples_per_s"] = _rounded(
             [self._speeds.get(r, 0) for r in ranks]
         )
+        for rank in self._gone:  # its last samples may come after its end
+            self._speeds.pop(rank, None)
         return record | {"values": dict(values["means"])}
 
     def _exclude(self, change: LeaveOut) -> list[Record]:
@@ -184,6 +187,7 @@ class EventRecorder:
 
     def _remove(self, rank: int) -> None:
         self._live.discard(rank)
+        self._gone.add(rank)
         self._speeds.pop(rank, None)
         self._excluded -= {rank}
         if not self._live:  # the process may begin another run
@@ -210,16 +214,14 @@ def merged(windows: Sequence[Record]) -> Record:
     The rest is that of the last window.
     """
     record = dict(windows[-1])
-    for name in RANK_FIELDS:
-        rows = zip_longest(*(window[name] for window in windows), fillvalue=0)
-        record[name] = _rounded(list(map(sum, rows)))
     for name in ("duration_s", "synchronisations"):
         record[name] = _rounded(sum(window[name] for window in windows))
-    parts = [window["duration_s"] / (record["duration_s"] or 1.0) for window in windows]
-    rows = zip_longest(*(w["device_samples_per_s"] for w in windows), fillvalue=0)
-    record["device_samples_per_s"] = _rounded(
-        [sum(map(operator.mul, parts, row)) for row in rows]
-    )
+    whole_s = record["duration_s"] or 1.0
+    parts = [window["duration_s"] / whole_s for window in windows]
+    for name in (*RANK_FIELDS, "device_samples_per_s"):
+        rows = zip_longest(*(window[name] for window in windows), fillvalue=0)
+        weights = [1] * len(windows) if name in RANK_FIELDS else parts
+        record[name] = _rounded([sum(map(operator.mul, weights, row)) for row in rows])
     rows_of: dict[str, list[tuple[float, float]]] = {}
     for window in windows:
         weight = sum(window["rank_samples"]) or 1e-9

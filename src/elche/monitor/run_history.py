@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -63,10 +64,9 @@ class RunHistory:
         *lines, self._partial = (self._partial + text).split("\n")
         count = 0
         for line in lines:
-            try:
+            record = None
+            with contextlib.suppress(ValueError):
                 record = json.loads(line)
-            except ValueError:
-                record = None
             if isinstance(record, dict) and "kind" in record:
                 self.take(record)
                 count += 1
@@ -125,10 +125,9 @@ class RunHistory:
 
 
 def _check_version(record: Record) -> None:
-    version = record.get("version")
-    if record.get("format") != FORMAT or not isinstance(version, int):
+    if record.get("format") != FORMAT or not isinstance(record.get("version"), int):
         raise ConfigError(f"expected {FORMAT}, got {record}")
-    if version > VERSION:
+    if (version := record["version"]) > VERSION:
         raise ConfigError(
             f"expected {FORMAT} of version {VERSION}, got {version}: read the file "
             "with the newer elche that wrote it"

@@ -67,8 +67,8 @@ class RunWatch:
 
     def close(self, result: LaunchResult) -> None:
         """Records the end of the run."""
-        end = {"exit_codes": list(result.exit_codes), "reason": result.reason}
-        self._pass({"kind": "end", **end})
+        codes = list(result.exit_codes)
+        self._pass({"kind": "end", "exit_codes": codes, "reason": result.reason})
         if self._file is not None:
             self._file.close()
 
@@ -76,7 +76,6 @@ class RunWatch:
 def _run_record(config: LaunchConfig, attempt: int) -> Record:
     own = {n: v for n, v in config.environment.items() if n.startswith("ELCHE_")}
     options = {"devices": config.devices, "speeds": config.speeds, **own}
-    versions = {"version": sys.modules["elche"].__version__, "torch": version("torch")}
     return {
         "kind": "run",
         "command": list(config.command) or sys.argv,
@@ -84,7 +83,8 @@ def _run_record(config: LaunchConfig, attempt: int) -> Record:
         "world_size": config.world_size,
         "host": platform.node(),
         "pid": os.getpid(),
-        **versions,
+        "version": sys.modules["elche"].__version__,
+        "torch": version("torch"),
         "settings": {name: value for name, value in options.items() if value},
         "attempt": attempt,
     }

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 NAME: Final = "events.jsonl"
 MOST_BYTES: Final = 8_000_000
 """Size beyond which older windows are merged."""
+MOST_LINES: Final = 1000
+"""Most records of a single write."""
 CLOSE_S: Final = 10.0
 """Longest wait for the last records to be written."""
 
@@ -55,12 +57,12 @@ class EventFile:
             self._file = self._path.open("ab", buffering=0)
             history = self._read()
         except (OSError, ConfigError) as error:
-            if appends:  # no run ends for its events
+            if appends:
                 return self._give_up(error)
             raise ConfigError(
                 f"expected a folder for events to write to, got {folder}: {error}"
             ) from error
-        if not appends and (_has_trained(history)):
+        if not appends and _has_trained(history):
             self._file.close()
             raise ConfigError(
                 f"expected a folder without events, got {folder} with another run's; "
@@ -95,14 +97,14 @@ class EventFile:
         try:
             while is_open:
                 lines = [self._lines.get()]
-                while not self._lines.empty():
+                while not self._lines.empty() and len(lines) < MOST_LINES:
                     lines.append(self._lines.get())
                 is_open = lines[-1] != ""
                 self._file.write("".join(lines).encode())
                 if self._file.tell() > self._most_bytes:
                     self._shrink()
             self._file.close()
-        except (OSError, ConfigError) as error:
+        except Exception as error:  # no run ends for its events
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

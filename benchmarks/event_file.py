@@ -31,6 +31,7 @@ def main() -> None:
         for record in records:
             file.add(record)
         file.close()
+        file._thread.join()  # close waits only for a while
         size_mb = (Path(folder) / NAME).stat().st_size / 1e6
     ended_s = time.process_time()
     made_us, file_us = (1e6 / WINDOWS * s for s in (made_s - begun_s, ended_s - made_s))

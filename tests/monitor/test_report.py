@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.monitor.report import PARTS, sentences, time_parts, whole_run
+from elche.monitor.event_records import merged
+from elche.monitor.report import PARTS, sentences, time_parts
 from elche.monitor.run_history import RunHistory, rank_row
 from tests.harness.event_lines import START_S, event, lines, records
 
@@ -55,7 +56,7 @@ def test_time_outside_of_batches_is_named() -> None:
     """Of two ranks one reports half of a window, the other one nothing."""
     times = {"busy_s": [0.5, 0.0], "sync_wait_s": [0.0, 0.0], "data_wait_s": [0, 0]}
     history = history_of(*run_of(times))
-    parts = time_parts(history, whole_run(history))
+    parts = time_parts(history, merged(history.windows))
     assert (parts["compute"], parts["other"]) == pytest.approx((0.5, 0.5))
 
 
@@ -109,7 +110,7 @@ def changes(draw: st.DrawFn) -> dict[str, Any]:
 @given(st.lists(changes(), min_size=1, max_size=4))
 def test_parts_add_up_and_every_number_is_one(found: list[dict[str, Any]]) -> None:
     history = history_of(*run_of(*found))
-    whole = whole_run(history)
+    whole = merged(history.windows)
     whole_time = time_parts(history, whole)
     assert [*whole_time] == [*PARTS]
     assert math.fsum(whole_time.values()) == pytest.approx(1.0)

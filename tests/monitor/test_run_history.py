@@ -122,6 +122,7 @@ def test_what_happens_to_ranks_is_recorded_once() -> None:
     failed = Failed(rank=1, error="ValueError: no\nmore", traceback="")
     records = recorded(
         *(join(0), join(1), *begin(0), *out, *end(0), *begin(1), *back),
+        *(report(1), report(1), report(1)),
         PolicyChosen(rank=0, policy="sync", reason="it is faster"),
         *(EpochCut(rank=0, epoch=0), failed, RankLost(rank=1)),
         *(join(1), Left(rank=1), RankLost(rank=1)),
@@ -135,6 +136,26 @@ def test_what_happens_to_ranks_is_recorded_once() -> None:
     texts = {r["name"]: r["text"] for r in records if r["kind"] == "event"}
     assert texts["excluded"] == "slow"
     assert texts["died"] == "failed: ValueError: no"
+
+
+def test_only_real_exclusions_and_returns_are_recorded() -> None:
+    """An excluded rank takes part in each epoch's first step."""
+    out = [LeaveOut(rank=r, epoch=0, left_out=(1,), reason="slow") for r in range(2)]
+    all_in, first = (
+        [LeaveOut(rank=r, epoch=0, left_out=()) for r in range(2)],
+        report(0),
+    )
+    alone = report(0, (80, 0))
+    stays = *begin(0), *all_in, first, *out, alone, alone, *end(0)
+    messages = join(0), join(1), first, *out, alone, *stays, *stays
+    assert names(recorded(*messages)) == [("excluded", 1)]
+    again = *begin(0), *all_in, first, first, first, *out
+    changes = ["excluded", "returned", "excluded"]
+    assert names(recorded(*messages, *again)) == [(name, 1) for name in changes]
+    said = LeaveOut(rank=0, epoch=0, left_out=(), reason="rank 1 takes part again")
+    records = recorded(*messages, *all_in, first, said, first, first)
+    assert names(records) == [("excluded", 1), ("returned", 1)]
+    assert records[-3]["text"] == "rank 1 takes part again"
 
 
 def test_an_excluded_rank_that_dies_does_not_return() -> None:
@@ -193,9 +214,8 @@ def test_columns() -> None:
     history = RunHistory()
     for record in recorded(*begin(0), report(0), report(0, means=())):
         history.take(record)
-    assert history.scalar("loss") == {"t": [2], "samples": [100], "value": [2.0]}
     assert history.scalar_names == ["loss"]
-    assert history.scalar("none") == columns([]) == {}
+    assert columns([]) == {}
     run = columns(map(run_row, history.windows))
     assert run["samples_per_s"] == [100.0, 100.0]
     assert run["device_samples_per_s"] == [200.0, 200.0]
@@ -205,6 +225,21 @@ def test_columns() -> None:
     assert parts == [0.375, 0.125, 0.0, 0.5]
     assert (row["busy"], row["share"]) == (0.5, 0.8)
     assert set(rank_row(history.windows[0], 7).values()) == {0.0, 2, 100}
+
+
+def test_a_dead_ranks_speed_counts_as_long_as_its_samples() -> None:
+    alone = report(0, (80,), busy_s=(1.0,), data_wait_s=(0.0,), sync_wait_s=(0.0,))
+    both = report(0, busy_s=(1.0, 1.0))
+    history = RunHistory()
+    joined, lost = (join(0), join(1)), RankLost(rank=1)
+    for record in recorded(*joined, *begin(0), both, both, lost, both, alone):
+        history.take(record)
+    speeds = [each["device_samples_per_s"] for each in history.windows]
+    assert speeds == [[80.0, 20.0]] * 3 + [[80.0]]  # the last samples come late
+    recent = history.recent()
+    assert recent is not None
+    assert rank_row(recent, 1)["samples_per_s"] == 20.0
+    assert run_row(recent)["efficiency"] == pytest.approx(1.0)
 
 
 WINDOWS = st.lists(

@@ -17,7 +17,7 @@ from elche.config import POLICIES
 from elche.errors import ConfigError
 
 if TYPE_CHECKING:
-    from elche.runtime.process.launch_config import Display, LaunchConfig, LaunchResult
+    from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 
 
 def numbers(
@@ -229,12 +229,13 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
     Raises:
         ConfigError: options contradict each other.
     """
-    from elche.monitor.live_run import ProgressLines
+    from elche.monitor.live_run import ProgressLines, open_display
     from elche.runtime.process.launch_config import LaunchConfig, python_command
 
     names = ("policy", "min_ranks", "story", "trace", "quiet", "speeds", "events")
     policy, least, story, trace, is_quiet, speeds, events = map(options.pop, names)
     times = {name: options.pop(name) for name in ("ms_per_sample", "fixed_ms")}
+    display = None if is_quiet else open_display()
     emulated = {name: each for name, each in times.items() if each is not None}
     if emulated and speeds is None:
         raise ConfigError(
@@ -253,22 +254,13 @@ def _launch_config(words: tuple[str, ...], options: dict[str, Any]) -> LaunchCon
         },
         story_path=story,
         trace_path=trace,
-        display=None if is_quiet else _display(),
-        on_view=None if is_quiet or sys.stderr.isatty() else ProgressLines(_say).draw,
+        display=display,
+        on_view=None if is_quiet else (display or ProgressLines(_say)).draw,
         events=events,
         appends_events=options["resume"],
         rejoin=options.pop("rejoin"),
         **emulated,
     )
-
-
-def _display() -> Display | None:
-    """Display of the run on standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        return None
-    from elche.monitor.live_run import open_display
-
-    return open_display()
 
 
 def _failure_line(result: LaunchResult, world_size: int) -> str:

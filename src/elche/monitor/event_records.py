@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final, TypeAlias, final
@@ -68,8 +69,9 @@ class EventRecorder:
         self._samples = max(self._starts.values(), default=0)
         self._epoch, self._epoch_samples = -1, 0
         self._is_training = self._is_over = False
-        self._live: set[int] = set()
-        self._excluded: frozenset[int] = frozenset()
+        self._live, self._gone = set[int](), set[int]()
+        self._excluded: set[int] = set()
+        self._out, self._tried = frozenset[int](), set[int]()
         self._speeds: dict[int, float] = {}
         self._settings: Record = {}
 
@@ -80,7 +82,8 @@ class EventRecorder:
     def _records(self, message: Event | Instruction) -> list[Record]:
         match message:
             case MetricsReported() if message.window >= 0:
-                return [self._window(message)]
+                window = self._window(message)
+                return [window, *self._return(window["rank_samples"])]
             case BeginEpoch():
                 return self._begin(message)
             case EndEpoch() if self._is_training:
@@ -112,6 +115,7 @@ class EventRecorder:
 
     def _join(self, join: Join) -> list[Record]:
         self._live.add(join.rank)
+        self._gone.discard(join.rank)
         record: Record = {"kind": "rank", "rank": join.rank, "device": join.device}
         record["memory_bytes"] = join.memory_bytes
         settings = {name: json.loads(value) for name, value in join.settings}
@@ -152,15 +156,28 @@ class EventRecorder:
         record["device_samples_per_s"] = _rounded(
             [self._speeds.get(r, 0) for r in ranks]
         )
+        for rank in self._gone:  # its last samples may come after its end
+            self._speeds.pop(rank, None)
         return record | {"values": dict(values["means"])}
 
     def _exclude(self, change: LeaveOut) -> list[Record]:
-        before, self._excluded = self._excluded, frozenset(change.left_out)
-        text = change.reason or "by the policy"
-        gone, back = self._excluded - before, before - self._excluded
+        """Records real changes: excluded ranks take part in each epoch's first step."""
+        self._out, self._tried = frozenset(change.left_out), set()
+        gone = self._out - self._excluded
+        back = self._excluded - self._out if change.reason else set[int]()
+        self._excluded = self._excluded - back | gone
         named = [("excluded", rank) for rank in sorted(gone)]
         named += [("returned", rank) for rank in sorted(back)]
+        text = change.reason or "by the policy"
         return [event_record(name, text, rank) for name, rank in named]
+
+    def _return(self, samples: Sequence[int]) -> list[Record]:
+        """Ranks that train in a second window since they were to take part."""
+        there = {r for r, n in enumerate(samples) if n} & (self._excluded - self._out)
+        back, self._tried = there & self._tried, self._tried | there
+        self._excluded -= back
+        text = "takes part in the steps again"
+        return [event_record("returned", text, rank) for rank in sorted(back)]
 
     def _lose(self, rank: int, text: str) -> list[Record]:
         if rank not in self._live or self._is_over:
@@ -170,6 +187,7 @@ class EventRecorder:
 
     def _remove(self, rank: int) -> None:
         self._live.discard(rank)
+        self._gone.add(rank)
         self._speeds.pop(rank, None)
         self._excluded -= {rank}
         if not self._live:  # the process may begin another run
@@ -192,14 +210,18 @@ def event_record(name: str, text: str, rank: int | None = None) -> Record:
 def merged(windows: Sequence[Record]) -> Record:
     """Merges windows: sums of times and samples, weighted means of logged values.
 
+    Speeds of devices are means over the wall time: they count while a rank was there.
     The rest is that of the last window.
     """
     record = dict(windows[-1])
-    for name in RANK_FIELDS:
-        rows = zip_longest(*(window[name] for window in windows), fillvalue=0)
-        record[name] = _rounded(list(map(sum, rows)))
     for name in ("duration_s", "synchronisations"):
         record[name] = _rounded(sum(window[name] for window in windows))
+    whole_s = record["duration_s"] or 1.0
+    parts = [window["duration_s"] / whole_s for window in windows]
+    for name in (*RANK_FIELDS, "device_samples_per_s"):
+        rows = zip_longest(*(window[name] for window in windows), fillvalue=0)
+        weights = [1] * len(windows) if name in RANK_FIELDS else parts
+        record[name] = _rounded([sum(map(operator.mul, weights, row)) for row in rows])
     rows_of: dict[str, list[tuple[float, float]]] = {}
     for window in windows:
         weight = sum(window["rank_samples"]) or 1e-9

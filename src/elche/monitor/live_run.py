@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import final
@@ -75,6 +76,7 @@ class ProgressLines:
 
 
 def open_display() -> LiveRun | None:
-    """Opens a display on standard error, or None on a dumb terminal."""
+    """Opens a display on standard error; None if it is no terminal, or a dumb one."""
     console = Console(stderr=True)
-    return None if console.is_dumb_terminal else LiveRun(console)
+    is_shown = sys.stderr.isatty() and not console.is_dumb_terminal
+    return LiveRun(console) if is_shown else None

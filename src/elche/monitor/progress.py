@@ -58,7 +58,8 @@ class TaskProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._is_drawn:
+            self._bars.stop()
 
     def start(self, task: str, total: float | None) -> None:
         """Starts a task of ``total`` samples (or other units); None if unknown."""
@@ -83,11 +84,6 @@ class TaskProgress:
         self._bars.stop_task(number)
         elapsed_s = self._bars.tasks[number].elapsed or 0.0
         self._log(task, f"finished after {elapsed_s:.1f} s", detail)
-
-    def close(self) -> None:
-        """Releases the terminal."""
-        if self._is_drawn:
-            self._bars.stop()
 
     def _log(self, task: str, text: str, detail: str = "") -> None:
         if not self._is_drawn:

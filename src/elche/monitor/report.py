@@ -24,21 +24,6 @@ NAMED: Final = 6
 """Most events or values of a kind that the text names."""
 
 
-def whole_run(history: RunHistory) -> Record:
-    """Merges all windows of a run, at least one, to a single one.
-
-    Its ``device_samples_per_s`` are means over each rank's time outside of
-    synchronisations; `rank_row` and `run_row` read it like a window.
-    """
-    whole = merged(history.windows)
-    sums = zip(*(whole[name] for name in RANK_FIELDS[:3]), strict=True)
-    whole["device_samples_per_s"] = [
-        (samples + discarded) / busy_s if busy_s > 0 else 0.0
-        for samples, discarded, busy_s in sums
-    ]
-    return whole
-
-
 def time_parts(history: RunHistory, whole: Record) -> dict[str, float]:
     """Fractions of all ranks' time in epochs by name of `PARTS`; they add up to 1."""
     sums = {name: [sum(whole[name])] for name in RANK_FIELDS}
@@ -56,8 +41,8 @@ def sentences(history: RunHistory) -> list[str]:
     """Returns a run in words: what, how fast, how much, what was lost, how it ended."""
     trained = ["It trained nothing: its event file has no window of an epoch."]
     if history.windows:
-        whole = whole_run(history)
-        trained = [*_how_fast(history, whole), *_how_much(history, whole)]
+        whole = merged(history.windows)
+        trained = [*_how_fast(whole), *_how_much(history, whole)]
     return [_what(history), *trained, *_changes(history), _end(history)]
 
 
@@ -72,17 +57,16 @@ def _what(history: RunHistory) -> str:
     return f"{command} ran on {where}."
 
 
-def _how_fast(history: RunHistory, whole: Record) -> list[str]:
-    rates, rate = whole["device_samples_per_s"], run_row(whole)["samples_per_s"]
-    rows = map(run_row, history.windows)  # of the devices that were there
-    devices = math.fsum(r["duration_s"] * r["device_samples_per_s"] for r in rows)
-    devices /= whole["duration_s"] or 1.0
-    fastest = max(range(len(rates)), key=lambda rank: rates[rank], default=0)
+def _how_fast(whole: Record) -> list[str]:
+    row, ranks = run_row(whole), range(len(whole["busy_s"]))
+    rate, devices = row["samples_per_s"], row["device_samples_per_s"]
+    rates = [rank_row(whole, rank)["samples_per_s"] for rank in ranks]
+    fastest = max(ranks, key=lambda rank: rates[rank], default=0)
     if not (rate > 0 and devices > 0 and rates[fastest] > 0):
         return []
     return [
-        f"It trained {rate:,.0f} samples/s: {rate / devices:.0%} of what its devices "
-        f"deliver while they do not synchronise ({devices:,.0f}), and "
+        f"It trained {rate:,.0f} samples/s: {row['efficiency']:.0%} of what its "
+        f"devices deliver while they do not synchronise ({devices:,.0f}), and "
         f"{rate / rates[fastest]:.2f} times what the fastest one delivers (rank "
         f"{fastest}, {rates[fastest]:,.0f}). No device was run alone for these figures."
     ]
@@ -93,8 +77,8 @@ def _how_much(history: RunHistory, whole: Record) -> list[str]:
     begun = len({each["epoch"] for each in history.epochs})
     found = [f"It trained {samples:,} samples in {took}, epochs begun: {begun}."]
     for name in history.scalar_names[:NAMED]:
-        values = [v for v in history.scalar(name)["value"] if math.isfinite(v)]
-        if values:
+        means = (window["values"].get(name, math.nan) for window in history.windows)
+        if values := [*filter(math.isfinite, means)]:
             found.append(f"{name} went from {values[0]:.4g} to {values[-1]:.4g}.")
     parts = time_parts(history, whole)
     spent = ", ".join(f"{part:.1%} {PARTS[name]}" for name, part in parts.items())

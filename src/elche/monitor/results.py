@@ -56,13 +56,7 @@ def contenders_to_json(results: Sequence[ContenderResult]) -> dict[str, dict[str
 def print_table(
     results: Sequence[ContenderResult], title: str, stream: TextIO | None = None
 ) -> None:
-    """Prints the table as aligned text.
-
-    Args:
-        results: one result per row.
-        title: title of the table.
-        stream: output stream; None for standard output.
-    """
+    """Prints the table as aligned text, on standard output by default."""
     print(f"{title}\n\n{plain_table(results)}", file=stream)
 
 

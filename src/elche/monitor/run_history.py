@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -63,10 +64,9 @@ class RunHistory:
         *lines, self._partial = (self._partial + text).split("\n")
         count = 0
         for line in lines:
-            try:
+            record = None
+            with contextlib.suppress(ValueError):
                 record = json.loads(line)
-            except ValueError:
-                record = None
             if isinstance(record, dict) and "kind" in record:
                 self.take(record)
                 count += 1
@@ -123,20 +123,11 @@ class RunHistory:
             covered_s += self.windows[first]["duration_s"]
         return merged(self.windows[first:]) if self.windows else None
 
-    def scalar(self, name: str, start: int = 0) -> dict[str, list[float]]:
-        """Columns ``t``, ``samples`` and ``value`` of a logged value."""
-        found = (w for w in self.windows[start:] if name in w["values"])
-        keys = "t", "samples"
-        return columns(
-            {k: w[k] for k in keys} | {"value": w["values"][name]} for w in found
-        )
-
 
 def _check_version(record: Record) -> None:
-    version = record.get("version")
-    if record.get("format") != FORMAT or not isinstance(version, int):
+    if record.get("format") != FORMAT or not isinstance(record.get("version"), int):
         raise ConfigError(f"expected {FORMAT}, got {record}")
-    if version > VERSION:
+    if (version := record["version"]) > VERSION:
         raise ConfigError(
             f"expected {FORMAT} of version {VERSION}, got {version}: read the file "
             "with the newer elche that wrote it"
@@ -160,6 +151,7 @@ def run_row(window: Record) -> dict[str, float]:
 def rank_row(window: Record, rank: int) -> dict[str, float]:
     """Figures of a rank in a window; zeros where it did nothing.
 
+    ``samples_per_s`` is its speed in its own work; without work the smoothed one.
     ``share`` is of the samples. ``compute``, ``data_wait``, ``transfer`` and
     ``sync_wait`` (waiting for other ranks, and reducing) are fractions of its time,
     which add up to 1; ``busy`` is the sum of the first three.
@@ -175,9 +167,12 @@ def rank_row(window: Record, rank: int) -> dict[str, float]:
         for name in ("busy", "data_wait", "transfer", "sync_wait")
     }
     parts["compute"] = max(0.0, parts["busy"] - parts["data_wait"] - parts["transfer"])
-    share = of("rank_samples") / total if total else 0.0
+    speed, work = of("device_samples_per_s"), of("rank_samples")
+    share = work / total if total else 0.0
     row = {"t": window["t"], "samples": window["samples"], "share": share}
-    return row | {"samples_per_s": of("device_samples_per_s")} | parts
+    if (busy_s := of("busy_s")) > 0:
+        speed = (work + of("discarded_samples")) / busy_s
+    return row | {"samples_per_s": speed} | parts
 
 
 def columns(rows: Iterable[dict[str, float]]) -> dict[str, list[float]]:

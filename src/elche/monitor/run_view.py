@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elche.monitor.event_records import Record
 from elche.monitor.run_history import RunHistory, rank_row, run_row
 
 VIEWED_WINDOWS = 400
@@ -64,14 +65,23 @@ def aligned(columns: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-def waiting_parts(
-    busy_s: Sequence[float], sync_wait_s: Sequence[float]
-) -> tuple[float, ...]:
-    """Fraction of each rank's time spent in synchronisations."""
-    return tuple(
-        wait / (busy + wait) if busy + wait > 0 else 0.0
-        for busy, wait in zip(busy_s, sync_wait_s, strict=True)
-    )
+def rank_lines(
+    devices: Mapping[int, str], window: Record | None, memory_bytes: Sequence[int] = ()
+) -> tuple[RankLine, ...]:
+    """State of the ranks, by their devices and a window, if one is known."""
+    lines = []
+    for rank, device in sorted(devices.items()):
+        row = rank_row(window, rank) if window else {}
+        line = RankLine(
+            rank=rank,
+            device=device,
+            memory_bytes=memory_bytes[rank] if memory_bytes else 0,
+            samples_per_s=row.get("samples_per_s"),
+            share=row.get("share"),
+            waiting=row.get("sync_wait"),
+        )
+        lines.append(line)
+    return tuple(lines)
 
 
 class RunView:
@@ -114,20 +124,9 @@ class RunView:
 
     def lines(self) -> list[str]:
         """Lines to display: one for the run, and the table of its ranks."""
-        recent = self.history.recent()
-        ranks = []
-        for rank, facts in sorted(self.history.ranks.items()):
-            row = rank_row(recent, rank) if recent else {}
-            ranks.append(
-                RankLine(
-                    rank=rank,
-                    device=facts["device"],
-                    samples_per_s=row.get("samples_per_s") or None,
-                    share=row.get("share"),
-                    waiting=row.get("sync_wait"),
-                )
-            )
-        return [self.head(bar=True), *rank_table(ranks)]
+        ranks = {rank: each["device"] for rank, each in self.history.ranks.items()}
+        table = rank_table(rank_lines(ranks, self.history.recent()))
+        return [self.head(bar=True), *table]
 
 
 def clock(seconds: float) -> str:

@@ -6,12 +6,11 @@ which only complete events ("X"), instants ("i") and metadata ("M") are written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-from elche.errors import ConfigError
 
 BATCH = "batch"
 DATA_WAIT = "data wait"
@@ -71,43 +70,30 @@ def to_chrome_trace(
     events: list[dict[str, Any]] = []
     for span in ordered:
         row = span.rank, int(span.category in (SYNC, SYNC_WAIT))
-        start_s = span.start_s - origin_s
-        common = {"name": span.name, "cat": span.category, "pid": span.rank}
-        common |= {"tid": row[1], "args": dict(span.args)}
-        if span.category == EVENT:
-            events.append(
-                {"ph": "i", "s": "g", "ts": round(start_s * 1e6), "dur": 0, **common}
-            )
-            continue
         begin_us, end_us = (
-            round(start_s * 1e6),
-            round((start_s + span.duration_s) * 1e6),
+            round(1e6 * (span.start_s - origin_s + each_s))
+            for each_s in (0.0, span.duration_s)
         )
+        event = {"name": span.name, "cat": span.category, "pid": span.rank}
+        event |= {"tid": row[1], "args": dict(span.args)}
+        if span.category == EVENT:
+            events.append({"ph": "i", "s": "g", "ts": begin_us, "dur": 0, **event})
+            continue
         if ends_us.get(row) == begin_us + 1:  # adjacent before rounding
             begin_us += 1
         ends_us[row] = max(begin_us, end_us)
         names.setdefault(span.rank, f"rank {span.rank}")
-        events.append(
-            {
-                "ph": "X",
-                "ts": begin_us,
-                "dur": ends_us[row] - begin_us,
-                **common,
-            }
-        )
+        dur = ends_us[row] - begin_us
+        events.append({"ph": "X", "ts": begin_us, "dur": dur, **event})
     labels = [("process_name", rank, 0, names[rank]) for rank in sorted(names)]
     labels += [("thread_name", *row, _ROWS[row[1]]) for row in sorted(ends_us)]
-    return {
-        "traceEvents": [
-            *(
-                {"ph": "M", "name": n, "pid": p, "tid": t, "ts": 0, "args": {"name": a}}
-                for n, p, t, a in labels
-            ),
-            *sorted(events, key=lambda event: (event["ts"], -event["dur"])),
-        ],
-        "displayTimeUnit": "ms",
-        "otherData": dict(metadata or {}),
-    }
+    heads: list[dict[str, Any]] = [
+        {"ph": "M", "name": n, "pid": p, "tid": t, "ts": 0, "args": {"name": a}}
+        for n, p, t, a in labels
+    ]
+    events.sort(key=lambda event: (event["ts"], -event["dur"]))
+    about = {"displayTimeUnit": "ms", "otherData": dict(metadata or {})}
+    return {"traceEvents": heads + events, **about}
 
 
 def spans_to_jsonl(spans: Iterable[Span]) -> str:
@@ -117,17 +103,9 @@ def spans_to_jsonl(spans: Iterable[Span]) -> str:
 
 
 def spans_from_jsonl(text: str) -> list[Span]:
-    """Reads the output of `spans_to_jsonl`; blank lines are skipped.
-
-    Raises:
-        ConfigError: a line is not a span; the message has its number.
-    """
+    """Reads the output of `spans_to_jsonl`; broken lines are skipped."""
     spans = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
             spans.append(Span(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"line {number} is not a span: {error}") from error
     return spans

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from elche.monitor.event_records import EventRecorder, Record
 from elche.monitor.run_history import RunHistory
 from elche.monitor.run_view import RunView
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
+from elche.runtime.report import event_file
 from elche.runtime.report.event_file import NAME, EventFile
 from elche.runtime.report.run_watch import RunWatch
 from tests.monitor.test_run_history import begin, join, report
@@ -22,6 +26,13 @@ from tests.monitor.test_run_history import begin, join, report
 def window(number: int) -> Record:
     (record,) = EventRecorder().see(report(0), float(number))
     return record | {"samples": 100 * number}
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30.0
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def read(folder: Path) -> RunHistory:
@@ -36,7 +47,7 @@ def test_it_is_bounded_and_readers_see_another_file(tmp_path: Path) -> None:
     first = (tmp_path / NAME).stat().st_ino
     for number in range(1000):
         file.add(window(number))
-        file.flush()
+        wait_for(file._lines.empty)
     file.close()
     assert (tmp_path / NAME).stat().st_size <= most_bytes
     assert (tmp_path / NAME).stat().st_ino != first
@@ -46,30 +57,79 @@ def test_it_is_bounded_and_readers_see_another_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / NAME]
 
 
-def test_events_are_written_at_once_and_windows_together(tmp_path: Path) -> None:
+def test_records_are_written_at_once(tmp_path: Path) -> None:
     file = EventFile(tmp_path)
-    file.add(window(0))
-    file.flush()
-    file.add(window(1))
-    assert len(read(tmp_path).windows) == 1
-    file.add({"kind": "event", "name": "died", "rank": 0, "text": "gone", "t": 0.0})
-    assert len(read(tmp_path).windows) == 2
+    for number in range(3):
+        file.add(window(number))
+        wait_for(lambda least=number: len(read(tmp_path).windows) > least)  # type: ignore
     file.close()
+
+
+def test_a_stalled_disk_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_file, "CLOSE_S", 0.05)
+    file, stalled = EventFile(tmp_path), threading.Event()
+    file._shrink = lambda: bool(stalled.wait(60))  # type: ignore
+    file._most_bytes = 0
+    for number in range(1000):
+        file.add(window(number))
+    file.close()
+    stalled.set()
+    wait_for(lambda: len(read(tmp_path).windows) == 1000)
 
 
 def test_a_folder_with_another_runs_events_is_refused(tmp_path: Path) -> None:
-    EventFile(tmp_path).close()
+    path = tmp_path / NAME
+    with_window(EventFile(tmp_path))
+    before = path.read_text()
     with pytest.raises(ConfigError, match="a folder without events, got"):
         EventFile(tmp_path)
-    path = tmp_path / NAME
-    path.write_text(path.read_text() + '{"kind": "epo')  # the host crashed here
-    file = EventFile(tmp_path, appends=True)
-    file.add(window(0))
-    file.close()
-    assert read(tmp_path).windows == [window(0)]
+    assert path.read_text() == before
+    path.write_text(before + '{"kind": "epo')  # the host crashed here
+    with_window(EventFile(tmp_path, appends=True))
+    assert read(tmp_path).windows == [window(0)] * 2
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="a folder for events to write to, got"):
         EventFile(tmp_path / "file")
+
+
+def with_window(file: EventFile) -> None:
+    file.add(window(0))
+    file.close()
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (0, 0)])
+def test_a_folder_whose_run_has_trained_nothing_is_used(
+    tmp_path: Path, codes: tuple[int, ...]
+) -> None:
+    start(tmp_path).close(LaunchResult(codes, "", (), None))
+    if not any(codes):  # a run without windows, which has succeeded
+        with pytest.raises(ConfigError, match="a folder without events, got"):
+            start(tmp_path)
+        return
+    start(tmp_path).close(LaunchResult((0, 0), "", (), None))
+    history = read(tmp_path)
+    assert [run["attempt"] for run in history.runs] == [0, 1]
+
+
+def test_a_restart_needs_no_event_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    watch = start(tmp_path / "file", appends_events=True)
+    watch.see(join(0))
+    watch.close(LaunchResult((0, 0), "", (), None))
+    assert caplog.text.count("no more events are written to") == 1
+
+
+def test_a_display_whose_reader_is_gone_ends_nothing(tmp_path: Path) -> None:
+    def draw(view: RunView) -> None:
+        raise BrokenPipeError
+
+    watch = start(tmp_path, on_view=draw)
+    watch.see(Tick())
+    watch.close(LaunchResult((0, 0), "", (), None))
 
 
 def test_a_full_disk_ends_the_file_and_not_the_run(
@@ -80,9 +140,10 @@ def test_a_full_disk_ends_the_file_and_not_the_run(
     file._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     for number in range(3):
         file.add(window(number))
-        file.flush()
+        wait_for(lambda: not file._thread.is_alive())
     assert caplog.text.count("no more events are written to") == 1
     file.close()
+    file._file.close()
 
 
 def start(folder: Path, **options: Any) -> RunWatch:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from elche.errors import ConfigError
+from elche.monitor.event_records import merged
 from elche.monitor.page.rows import ChartRows, event_columns, row_columns
 from elche.monitor.page.words import EVENTS_LISTED, ranks_html
-from elche.monitor.report import sentences, whole_run
+from elche.monitor.report import sentences
 from elche.monitor.results import check_writable
 from elche.monitor.run_history import RunHistory
 from elche.runtime.report.event_file import NAME
@@ -70,7 +71,9 @@ def _html(history: RunHistory) -> str:
     head, _, ranks, _ = layout.children
     words = (f"<p>{escape(sentence)}</p>" for sentence in sentences(history))
     head.text = f"<h1>Report of a run</h1>{''.join(words)}"
-    ranks.text = ranks_html(history, whole_run(history) if history.windows else None)
+    ranks.text = ranks_html(
+        history, merged(history.windows) if history.windows else None
+    )
     meta = '<meta name="viewport" content="width=device-width">'
     template = f"{{% block postamble %}}{meta}{{% endblock %}}"
     theme, title = THEMES["light"], "elche report"

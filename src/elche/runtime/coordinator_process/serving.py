@@ -85,7 +85,7 @@ class CoordinatorChild:
         server.on_change = self._send_status
         server.on_lost = self._have_fenced
         if begin.shows:
-            server.on_message = self._see
+            server.on_message = self._messages.append
         self._server = server
 
     async def serve(self, listener: socket.socket) -> None:
@@ -131,11 +131,6 @@ class CoordinatorChild:
                     self._pending.append(message)
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
-    def _see(self, message: Event | Instruction) -> None:
-        """Keeps a message for the next piece of the journal."""
-        if is_recorded(message):
-            self._messages.append(message)
-
     def _write(self, entries: list[Entry]) -> None:
         """Journals entries before the instructions that follow from them are sent."""
         record = self._server.record
@@ -143,7 +138,8 @@ class CoordinatorChild:
             self._send_status()
         is_of_ranks = any(entry.source not in (None, LAUNCHER) for entry in entries)
         piece = pickle.dumps(entries, pickle.HIGHEST_PROTOCOL)
-        messages, self._messages = tuple(self._messages), []
+        messages = tuple(filter(is_recorded, self._messages))
+        self._messages.clear()
         self._link.send(Journal(piece, record.commands, is_of_ranks, messages))
         self._entries += len(entries)
         if self._entries >= COPY_ENTRIES:

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from elche.errors import ConfigError
 from elche.monitor.run_view import RunView
 from elche.runtime.process.rank_processes import RankProcess
+
+if TYPE_CHECKING:
+    from elche.monitor.live_run import LiveRun
 
 
 class Network(Protocol):
@@ -62,19 +65,6 @@ class RankBackend(Protocol):
         """Reads the ranks' remaining output, and releases all resources."""
 
 
-class Display(Protocol):
-    """Shows a run, and prints its ranks' output so that no line is torn."""
-
-    def draw(self, view: RunView) -> None:
-        """Shows the run; called twice a second."""
-
-    def print_line(self, line: str) -> None:
-        """Prints a line of a rank."""
-
-    def close(self) -> None:
-        """Removes the view."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
     """Command, ranks and options of a launch.
@@ -94,7 +84,7 @@ class LaunchConfig:
             run ends, however it ends.
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
-        display: shows the run, and the ranks' output, on this terminal.
+        display: prints the ranks' output on this terminal.
         on_view: called with the view of the run twice a second.
         events: folder of the run's event file.
         appends_events: the folder may hold the events of an earlier start.
@@ -114,7 +104,7 @@ class LaunchConfig:
     story_path: Path | None = None
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
-    display: Display | None = None
+    display: LiveRun | None = None
     on_view: Callable[[RunView], None] | None = None
     events: Path | None = None
     appends_events: bool = False

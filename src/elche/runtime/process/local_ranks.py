@@ -14,12 +14,15 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from elche.comm.control.addresses import listen
-from elche.runtime.process.launch_config import Display, LaunchConfig
+from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.launchers import LAUNCH
 from elche.runtime.process.rank_processes import RankProcess
+
+if TYPE_CHECKING:
+    from elche.monitor.live_run import LiveRun
 
 LOOPBACK = "127.0.0.1"
 READ_BYTES = 1 << 16
@@ -124,7 +127,7 @@ class RankOutput:
     """
 
     def __init__(
-        self, on_line: Callable[[int, str], None] | None, display: Display | None
+        self, on_line: Callable[[int, str], None] | None, display: LiveRun | None
     ) -> None:
         self._on_line, self._display = on_line, display
         self._shows_stdout = display is not None and sys.stdout.isatty()

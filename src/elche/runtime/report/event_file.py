@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
+import threading
 import time
 from pathlib import Path
 from typing import Final, final
@@ -18,47 +20,59 @@ logger = logging.getLogger(__name__)
 NAME: Final = "events.jsonl"
 MOST_BYTES: Final = 8_000_000
 """Size beyond which older windows are merged."""
-FLUSH_S: Final = 0.25
-"""Least time between two writes."""
+MOST_LINES: Final = 1000
+"""Most records of a single write."""
+CLOSE_S: Final = 10.0
+"""Longest wait for the last records to be written."""
 
 
 @final
 class EventFile:
-    """Appends records to ``events.jsonl``. A failed write is logged, and the last.
+    """Appends records to ``events.jsonl``; a failed write is logged, and the last.
+
+    A thread writes: the run waits for no disk, and for no merging, which takes seconds.
 
     Args:
         folder: its folder, which is made if it does not exist.
-        appends: the file may hold records of an earlier start.
+        appends: the file may hold an earlier start's records, and may fail.
         most_bytes: size beyond which older windows are merged.
 
     Attributes:
-        history: records of earlier starts.
+        starts: number of earlier starts in the file.
+        epoch_starts: see `RunHistory.epoch_starts`.
+
+    Raises:
+        ConfigError: the folder cannot be used, or has another run that has trained.
     """
 
     def __init__(
         self, folder: Path, *, appends: bool = False, most_bytes: int = MOST_BYTES
     ) -> None:
         self._path, self._most_bytes = folder / NAME, most_bytes
-        self._lines: list[str] = []
-        self._flushed_s, self._is_broken = 0.0, False
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_broken, self.starts, self.epoch_starts = False, 0, dict[int, int]()
+        self._thread = threading.Thread(target=self._write_lines, daemon=True)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
-            self.history = self._read()
-        except OSError as error:
+            history = self._read()
+        except (OSError, ConfigError) as error:
+            if appends:
+                return self._give_up(error)
             raise ConfigError(
-                f"expected a folder for events to write to, got {folder}: "
-                f"{error.strerror}"
+                f"expected a folder for events to write to, got {folder}: {error}"
             ) from error
-        if self.history.records and not appends:
+        if not appends and _has_trained(history):
             self._file.close()
             raise ConfigError(
                 f"expected a folder without events, got {folder} with another run's; "
                 f"name another folder, or remove {self._path}"
             )
-        if not self.history.records:
+        self.starts, self.epoch_starts = len(history.runs), history.epoch_starts
+        if not history.records:
             about = {"kind": "file", "format": FORMAT, "version": VERSION}
             self.add({"t": time.time(), **about})
+        self._thread.start()
 
     def _read(self) -> RunHistory:
         history, text = RunHistory(), self._path.read_text("utf-8", "replace")
@@ -68,25 +82,34 @@ class EventFile:
         return history
 
     def add(self, record: Record) -> None:
-        """Adds a record; it is written with others, an event or an end at once."""
-        self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
-        is_due = time.monotonic() - self._flushed_s >= FLUSH_S
-        if is_due or record["kind"] in ("event", "end"):
-            self.flush()
+        """Adds a record; it is written soon, without a wait."""
+        if not self._is_broken:
+            self._lines.put(json.dumps(record, separators=(",", ":")) + "\n")
 
-    def flush(self) -> None:
-        """Writes what has been added; merges older windows if the file is too large."""
-        text, self._lines = "".join(self._lines), []
-        self._flushed_s = time.monotonic()
-        if self._is_broken or not text:
-            return
+    def close(self) -> None:
+        """Writes the rest."""
+        if self._thread.is_alive():
+            self._lines.put("")
+            self._thread.join(CLOSE_S)
+
+    def _write_lines(self) -> None:
+        is_open = True
         try:
-            self._file.write(text.encode())
-            if self._file.tell() > self._most_bytes:
-                self._shrink()
-        except (OSError, ConfigError) as error:
-            self._is_broken = True
-            logger.warning("no more events are written to %s: %s", self._path, error)
+            while is_open:
+                lines = [self._lines.get()]
+                while not self._lines.empty() and len(lines) < MOST_LINES:
+                    lines.append(self._lines.get())
+                is_open = lines[-1] != ""
+                self._file.write("".join(lines).encode())
+                if self._file.tell() > self._most_bytes:
+                    self._shrink()
+            self._file.close()
+        except Exception as error:  # no run ends for its events
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_broken = True
+        logger.warning("no more events are written to %s: %s", self._path, error)
 
     def _shrink(self) -> None:
         """Replaces the file; readers see a new one."""
@@ -96,7 +119,8 @@ class EventFile:
         self._file = self._path.open("ab", buffering=0)
         self._most_bytes = max(self._most_bytes, self._file.tell() * 5 // 4)
 
-    def close(self) -> None:
-        """Writes the rest."""
-        self.flush()
-        self._file.close()
+
+def _has_trained(history: RunHistory) -> bool:
+    """True after a window, or an end without failure: not all runs have windows."""
+    end = history.end
+    return bool(history.windows or (end and not any(end["exit_codes"])))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
-from elche.monitor.run_view import RankLine, rank_table, waiting_parts
+from elche.monitor.run_view import RankLine, rank_lines, rank_table
 from elche.runtime.report.notifications import RunNotifications
 
 
@@ -105,12 +105,9 @@ def _memory(facts: RunFacts, kind: str) -> str:
 def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
     """Summarises the run so far, with its newest figures."""
     last = _last_of(notifications)
-    count = len(facts.devices)
-    speeds: tuple[float | None, ...] = (None,) * count
-    shares, waiting, of, efficiency = speeds, speeds, "", None
-    if last is not None and len(last.shares) == count:
-        speeds, shares = last.rank_samples_per_s, last.shares
-        waiting = waiting_parts(last.busy_s, last.sync_wait_s)
+    window, of, efficiency = None, "", None
+    if last is not None and len(last.shares) == len(facts.devices):
+        window = {"t": 0.0, "samples": last.samples, **last.as_fields()}
         efficiency = last.efficiency
     if last is not None:
         is_epoch = isinstance(last, EpochMetrics)
@@ -131,17 +128,7 @@ def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
         of=of,
         samples_per_s=None if last is None else last.samples_per_s,
         efficiency=efficiency,
-        ranks=tuple(
-            RankLine(
-                rank=rank,
-                device=device,
-                memory_bytes=facts.memory_bytes[rank],
-                samples_per_s=speeds[rank],
-                share=shares[rank],
-                waiting=waiting[rank],
-            )
-            for rank, device in enumerate(facts.devices)
-        ),
+        ranks=rank_lines(dict(enumerate(facts.devices)), window, facts.memory_bytes),
     )
 
 

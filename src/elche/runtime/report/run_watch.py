@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -30,17 +31,14 @@ class RunWatch:
     """
 
     def __init__(self, config: LaunchConfig) -> None:
-        self._view = RunView()
-        self._draws = [config.on_view] if config.on_view else []
-        if config.display is not None:
-            self._draws.append(config.display.draw)
+        self._view, self._draw = RunView(), config.on_view
         self._file: EventFile | None = None
         self._recorder, attempt = EventRecorder(), 0
         if config.events is not None:
             self._file = EventFile(config.events, appends=config.appends_events)
-            self._recorder = EventRecorder(self._file.history.epoch_starts)
-            attempt = len(self._file.history.runs)
-        self.is_needed = bool(self._file or self._draws or config.trace_path)
+            self._recorder = EventRecorder(self._file.epoch_starts)
+            attempt = self._file.starts
+        self.is_needed = bool(self._file or self._draw or config.trace_path)
         self._pass(_run_record(config, attempt))
         if attempt:
             self._pass(event_record("restart", f"start {attempt + 1} of the run"))
@@ -49,11 +47,9 @@ class RunWatch:
         """Records a message; a `Tick` has the run drawn."""
         for record in self._recorder.see(message, time.time()):
             self._pass(record)
-        if isinstance(message, Tick):
-            for draw in self._draws:
-                draw(self._view)
-            if self._file is not None:
-                self._file.flush()
+        if isinstance(message, Tick) and self._draw is not None:
+            with contextlib.suppress(OSError):  # nobody reads standard error
+                self._draw(self._view)
 
     def _pass(self, record: Record) -> None:
         record = {"t": time.time(), **record}
@@ -63,18 +59,16 @@ class RunWatch:
 
     def marks(self) -> list[Span]:
         """Events as marks of a timeline, whose clock is the monotonic one."""
-        offset_s = time.monotonic() - time.time()
+        offset_s, events = time.monotonic() - time.time(), self._view.history.events
         return [
-            Span(
-                each["rank"] or 0, each["name"], EVENT, each["t"] + offset_s, 0.0, each
-            )
-            for each in self._view.history.events
+            Span(e["rank"] or 0, e["name"], EVENT, e["t"] + offset_s, 0.0, e)
+            for e in events
         ]
 
     def close(self, result: LaunchResult) -> None:
         """Records the end of the run."""
-        end = {"exit_codes": list(result.exit_codes), "reason": result.reason}
-        self._pass({"kind": "end", **end})
+        codes = list(result.exit_codes)
+        self._pass({"kind": "end", "exit_codes": codes, "reason": result.reason})
         if self._file is not None:
             self._file.close()
 
@@ -82,7 +76,6 @@ class RunWatch:
 def _run_record(config: LaunchConfig, attempt: int) -> Record:
     own = {n: v for n, v in config.environment.items() if n.startswith("ELCHE_")}
     options = {"devices": config.devices, "speeds": config.speeds, **own}
-    versions = {"version": sys.modules["elche"].__version__, "torch": version("torch")}
     return {
         "kind": "run",
         "command": list(config.command) or sys.argv,
@@ -90,7 +83,8 @@ def _run_record(config: LaunchConfig, attempt: int) -> Record:
         "world_size": config.world_size,
         "host": platform.node(),
         "pid": os.getpid(),
-        **versions,
+        "version": sys.modules["elche"].__version__,
+        "torch": version("torch"),
         "settings": {name: value for name, value in options.items() if value},
         "attempt": attempt,
     }

@@ -129,8 +129,7 @@ def join_parts(
         own: list[Span] = []
         with contextlib.suppress(FileNotFoundError):
             text = Path(folder, f"spans-{rank}.jsonl").read_text(encoding="utf-8")
-            # a rank that was killed while writing leaves a partial line
-            own = spans_from_jsonl(text[: text.rfind("\n") + 1])
+            own = spans_from_jsonl(text)
         spans += own
         if not own:
             silent.append(rank)

@@ -17,18 +17,19 @@ from bokeh.models import (
     DataRange1d,
     Div,
     FactorRange,
+    GlobalInlineStyleSheet,
     HoverTool,
     NumeralTickFormatter,
-    Range1d,
     TimedeltaTickFormatter,
     VSpan,
 )
+from bokeh.palettes import Category20_20
 from bokeh.plotting import figure
 from bokeh.transform import factor_cmap
 
+from elche.monitor.event_records import Record
 from elche.monitor.page.rows import (
     PARTS,
-    SPAN_S,
     ChartRows,
     bar_columns,
     event_columns,
@@ -38,14 +39,11 @@ from elche.monitor.page.words import EVENTS_LISTED, events_html, head_html, rank
 
 RANKS_SHOWN: Final = 16
 SCALARS_SHOWN: Final = 8
-COLOURS: Final = ("#2f81f7", "#e3861b", "#2da44e", "#bf4b8a", "#8957e5", "#0e8a8a")
-EVENT_COLOUR: Final = "#d1453b"
-HEIGHT_PX: Final = 220
+COLOURS: Final = (*Category20_20[0::2], *Category20_20[1::2])
 PART_COLOURS: Final = ("#e3861b", "#bf4b8a", "#2f81f7", "#8b949e")
-THEMES: Final = {"light": "light_minimal", "dark": "dark_minimal"}
+THEME: Final = "light_minimal"
 """Bokeh's theme of the charts, for `bokeh.embed` or a document."""
-INK: Final = {"light": ("#24292f", "#ffffff"), "dark": ("#e0e0e0", "#15191c")}
-"""Colours of text and background by theme."""
+AXES: Final = "time", "samples"
 RUN_LINES: Final = {"samples_per_s": "run", "device_samples_per_s": "devices together"}
 RANK_CHARTS: Final = (
     ("samples_per_s", "Samples per second of each device alone", "0,0"),
@@ -59,17 +57,23 @@ GRID: Final = {
     "gap": "0 24px",
     "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 460px), 1fr))",
 }
-
-
-def style_sheet(theme: str) -> str:
-    """Returns the style of headings and tables in a theme."""
-    ink, paper = INK[theme]
-    return f"""
-:host, body {{ color: {ink}; background: {paper}; font: 15px/1.45 sans-serif; }}
+PAGE_STYLE: Final = """
+:root { color-scheme: light dark; }
+body { background: Canvas; color: CanvasText; padding: 12px 16px; height: auto;
+  box-sizing: border-box; }
+"""
+DARK_STYLE: Final = """
+@media (prefers-color-scheme: dark) {
+  :host(.bk-Figure), b { filter: invert(1) hue-rotate(180deg); }
+}
+"""
+"""Inverts what has colours of its own, in the system's dark theme."""
+TEXT_STYLE: Final = f"""{DARK_STYLE}
+:host {{ font: 15px/1.45 sans-serif; }}
 .bk-clearfix, progress, table {{ width: 100%; }}
+b {{ display: inline-block; }}
 h1 {{ font-size: 1.5em; margin: .3em 0; }}
 h2 {{ font-size: 1em; margin: .8em 0 .2em; }}
-progress {{ accent-color: {COLOURS[0]}; }}
 dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1em 1em; }}
 dd {{ margin: 0; overflow-wrap: anywhere; }}
 .wide {{ overflow-x: auto; }}
@@ -84,57 +88,52 @@ class RunCharts:
     Args:
         rows: rows of the run's charts.
         now_s: Unix time.
-        over: x axis of the charts, ``"time"`` or ``"samples"``.
-        theme: a key of `THEMES`, which the document is given, too.
 
     Attributes:
         layout: root to embed or to serve.
     """
 
-    def __init__(
-        self, rows: ChartRows, now_s: float, over: str = "time", theme: str = "light"
-    ) -> None:
-        self._rows, self._over, self._theme = rows, over, theme
-        self._head, self._ranks, self._list = map(self._text, ("head", "ranks", "list"))
+    def __init__(self, rows: ChartRows, now_s: float) -> None:
+        self._head, self._ranks, self._list = map(_text, ("head", "ranks", "list"))
         self._charts = column([], sizing_mode="stretch_width", styles=GRID)
         blocks = [self._head, self._charts, self._ranks, self._list]
         self.layout: Column = column(blocks, sizing_mode="stretch_width")
-        self.layout.styles = {"background": INK[theme][1]}
+        self.layout.stylesheets = [GlobalInlineStyleSheet(css=PAGE_STYLE)]
         self._source = ColumnDataSource(name="rows")
         self._events = ColumnDataSource(name="events")
         self._bars = ColumnDataSource(name="bars")
         self._shape: object = None
-        self._version: object = None
-        self.update(now_s)
+        self._drawn: list[Record] = []
+        self.update(rows, now_s)
 
-    def update(self, now_s: float) -> None:
+    def update(self, rows: ChartRows, now_s: float) -> None:
         """Draws what the run has added since the last call."""
-        rows, history = self._rows, self._rows.history
+        history, found, drawn = rows.history, rows.rows, self._drawn
         self._head.text = head_html(history, now_s)
         self._ranks.text = ranks_html(history, history.recent())
         self._list.text = events_html(history)
-        ranks = min(RANKS_SHOWN, max((*history.ranks, -1)) + 1)
-        names = history.scalar_names[:SCALARS_SHOWN]
-        if not rows.rows:
+        if not found or found is drawn:
             return
-        if self._version != (rows.version, ranks, names):
-            self._version, self._drawn = (rows.version, ranks, names), len(rows.rows)
-            self._source.data = row_columns(history, rows.rows, ranks, names)
-        elif new := rows.rows[self._drawn :]:
-            self._drawn += len(new)
+        ranks = min(RANKS_SHOWN, max(history.ranks, default=-1) + 1)
+        names = history.scalar_names[:SCALARS_SHOWN]
+        shape, before, self._drawn = (ranks, names), self._shape, found
+        if shape != before or found[: len(drawn)] != drawn:
+            self._source.data = row_columns(history, found, ranks, names)
+        elif new := found[len(drawn) :]:
             self._source.stream(row_columns(history, new, ranks, names))
         self._events.data = event_columns(history, EVENTS_LISTED)
         self._bars.data = bar_columns(history, ranks)
-        if self._shape != (ranks, names):
-            self._shape = ranks, names
+        if shape != before:
+            self._shape = shape
             self._draw(ranks, names)
 
     def _draw(self, ranks: int, names: list[str]) -> None:
         """Builds the figures for the ranks and scalars that are known now."""
-        self._x = DataRange1d(range_padding=0.02)
+        self._ranges = {axis: DataRange1d(range_padding=0.02) for axis in AXES}
         scalars = [
-            self._lines(name, {f"value_{number}": name}, "0.[0000]")
+            self._lines(f"{name} over {axis}", {f"value_{number}": name}, "", axis)
             for number, name in enumerate(names)
+            for axis in AXES
         ]
         labels = {rank: f"rank {rank}" for rank in range(ranks)}
         of_ranks = [
@@ -144,69 +143,67 @@ class RunCharts:
         run = self._lines("Samples per second", RUN_LINES, "0,0")
         self._charts.children = [*scalars, run, self._timeline(ranks), *of_ranks]
 
-    def _lines(self, heading: str, lines: dict[str, str], form: str) -> Column:
+    def _lines(
+        self, heading: str, lines: dict[str, str], form: str, axis: str = "time"
+    ) -> Column:
         """Returns a chart of columns, each with its label."""
-        whole, free = Range1d(-0.02, 1.02), DataRange1d()
-        if form == "0,0":
-            free.start = 0
-        scale = "timedelta" if self._over == "time" else "linear"
-        y_range = whole if form == "0%" else free
-        plot = self._figure(x_range=self._x, y_range=y_range, x_axis_type=scale)
-        plot.xaxis.formatter = _x_format(scale)
-        plot.xaxis.axis_label = "samples" if scale == "linear" else None
-        drawn, key = [], ""
-        for number, (name, label) in enumerate(lines.items()):
-            colour, is_first = COLOURS[number % len(COLOURS)], number < len(COLOURS)
-            line = plot.line(self._over, name, source=self._source, color=colour)
-            line.glyph.line_width = 2
-            line.glyph.line_dash, line.name = "solid" if is_first else "dashed", label
-            drawn.append(line)
-            key += f'<b style="color:{colour}">{"■" if is_first else "▨"}</b> {label} '
-        plot.yaxis.formatter = NumeralTickFormatter(format=form)
-        spans = VSpan(x=field(self._over), line_color=EVENT_COLOUR, line_alpha=0.6)
-        marks = plot.add_glyph(self._events, spans)
-        tips = [("", "$name"), ("", f"$y{{{form}}}")]
-        plot.add_tools(
-            HoverTool(renderers=drawn, tooltips=tips),
-            HoverTool(renderers=[marks], tooltips=[("event", "@text")]),
-        )
-        return self._chart(heading, plot, key if len(lines) > 1 else "")
+        plot = self._figure(axis, x_range=self._ranges[axis])
+        if form:
+            plot.y_range.start = 0
+        plot.yaxis.formatter = NumeralTickFormatter(format=form or "0.[0000]")
+        pairs = list(zip(lines.items(), COLOURS, strict=False))
+        style: dict[str, Any] = {"source": self._source, "line_width": 2}
+        drawn = [
+            plot.line(axis, column, color=colour, name=label, **style)
+            for (column, label), colour in pairs
+        ]
+        tips = [("", "$name"), ("", f"$y{{{form or '0.[0000]'}}}")]
+        plot.add_tools(HoverTool(renderers=drawn, tooltips=tips))
+        key = [(label, colour) for (_, label), colour in pairs]
+        return _chart(heading, plot, key if len(key) > 1 else [])
 
     def _timeline(self, ranks: int) -> Column:
         """Returns the chart of the last minute, a bar per rank."""
-        names = FactorRange(factors=[str(rank) for rank in reversed(range(ranks))])
-        plot = self._figure(x_range=Range1d(-SPAN_S, 0), y_range=names)
-        plot.xaxis.axis_label = "seconds before the newest window"
+        factors = [str(rank) for rank in reversed(range(ranks))]
+        plot = self._figure("time", y_range=FactorRange(factors=factors))
         fill = factor_cmap("part", PART_COLOURS, PARTS)
-        bars = {"y": "rank", "left": "left", "right": "end", "source": self._bars}
-        plot.hbar(**bars, height=0.7, line_color=None, fill_color=fill)
-        key = zip(PART_COLOURS, PARTS, strict=True)
-        words = (f'<b style="color:{c}">■</b> {n.replace("_", " ")}' for c, n in key)
-        return self._chart("The last minute of each rank", plot, " ".join(words))
+        bars = {"y": "rank", "left": "left", "right": "right", "source": self._bars}
+        drawn = plot.hbar(**bars, height=0.7, line_color=None, fill_color=fill)
+        plot.x_range.renderers = [drawn]
+        names = [part.replace("_", " ") for part in PARTS]
+        key = list(zip(names, PART_COLOURS, strict=True))
+        return _chart("The last minute of each rank", plot, key)
 
-    def _figure(self, **options: Any) -> figure:
-        """Returns an empty figure of the page's size and tools."""
-        options |= {"tools": "xbox_zoom,reset", "active_drag": None}
-        size = {"height": HEIGHT_PX, "min_border_left": 56}
-        plot = figure(sizing_mode="stretch_width", **size, **options)
-        plot.xaxis.ticker.desired_num_ticks = 3
+    def _figure(self, axis: str, **ranges: Any) -> figure:
+        """Returns a figure of the page's size and tools, with the events as marks."""
+        tools = {"tools": "xbox_zoom,reset", "active_drag": None}
+        size = {"sizing_mode": "stretch_width", "height": 220, "min_border_left": 56}
+        scale = "timedelta" if axis == "time" else "linear"
+        plot = figure(**size, **tools, **ranges, x_axis_type=scale)
+        plot.stylesheets = [DARK_STYLE]
+        plot.background_fill_color = plot.border_fill_color = None
         plot.toolbar.logo, plot.toolbar.autohide = None, True
+        plot.xaxis.ticker.desired_num_ticks = 3
+        if axis == "time":
+            parts = ("milliseconds", "seconds", "minsec", "minutes", "hourmin")
+            form = TimedeltaTickFormatter(**dict.fromkeys(parts, "%H:%M:%S"))
+        else:
+            form = NumeralTickFormatter(format="0.[0]a")
+        plot.xaxis.formatter = form
+        spans = VSpan(x=field(axis), line_color="#d1453b", line_alpha=0.6)
+        marks = plot.add_glyph(self._events, spans)
+        plot.add_tools(HoverTool(renderers=[marks], tooltips=[("event", "@text")]))
         return plot
 
-    def _chart(self, heading: str, plot: figure, key: str) -> Column:
-        block = self._text("heading")
-        block.text = f"<h2>{escape(heading)}</h2>{key}"
-        return column(block, plot, sizing_mode="stretch_width")
 
-    def _text(self, name: str) -> Div:
-        sheet = style_sheet(self._theme)
-        div = Div(name=name, sizing_mode="stretch_width", stylesheets=[sheet])
-        div.disable_math = True
-        return div
+def _chart(heading: str, plot: figure, key: list[tuple[str, str]]) -> Column:
+    block = _text("heading")
+    labels = (f'<b style="color:{colour}">■</b> {label} ' for label, colour in key)
+    block.text = f"<h2>{escape(heading)}</h2>{''.join(labels)}"
+    return column(block, plot, sizing_mode="stretch_width")
 
 
-def _x_format(scale: str) -> Any:
-    if scale == "linear":
-        return NumeralTickFormatter(format="0.[0]a")
-    parts = ("milliseconds", "seconds", "minsec", "minutes", "hourmin")
-    return TimedeltaTickFormatter(**dict.fromkeys(parts, "%H:%M:%S"))
+def _text(name: str) -> Div:
+    div = Div(name=name, sizing_mode="stretch_width", stylesheets=[TEXT_STYLE])
+    div.disable_math = True
+    return div

@@ -64,7 +64,7 @@ def _html(history: RunHistory) -> str:
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
 
-    from elche.monitor.page.charts import THEMES, RunCharts
+    from elche.monitor.page.charts import THEME, RunCharts
 
     layout = RunCharts(ChartRows(history), history.records[-1]["t"]).layout
     head, _, ranks, _ = layout.children
@@ -73,8 +73,8 @@ def _html(history: RunHistory) -> str:
     ranks.text = ranks_html(history, whole_run(history) if history.windows else None)
     meta = '<meta name="viewport" content="width=device-width">'
     template = f"{{% block postamble %}}{meta}{{% endblock %}}"
-    theme, title = THEMES["light"], "elche report"
-    return str(file_html(layout, INLINE, title, template=template, theme=theme))
+    title = "elche report"
+    return str(file_html(layout, INLINE, title, template=template, theme=THEME))
 
 
 def _picture(history: RunHistory) -> Any:

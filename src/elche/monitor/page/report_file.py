@@ -87,13 +87,12 @@ def _picture(history: RunHistory) -> Any:
     name = next(iter(history.scalar_names), "nothing was logged")
     rows = ChartRows(history).rows
     columns = defaultdict(list, row_columns(history, rows, 0, [name]))
-    time_s = [ms / 1000 for ms in columns["time"]]
-    value.plot(time_s, columns["value_0"], label=name)
-    speed.plot(time_s, columns["samples_per_s"], label="samples/s")
-    speed.plot(time_s, columns["device_samples_per_s"], label="of its devices")
+    value.plot(columns["time"], columns["value_0"], label=name)
+    speed.plot(columns["time"], columns["samples_per_s"], label="samples/s")
+    speed.plot(columns["time"], columns["device_samples_per_s"], label="of its devices")
     for axes in (value, speed):
         axes.legend()
-        for ms in event_columns(history, EVENTS_LISTED)["time"]:
-            axes.axvline(ms / 1000, color="#d1453b", alpha=0.5, linewidth=1)
+        for time_s in event_columns(history, EVENTS_LISTED)["time"]:
+            axes.axvline(time_s, color="#d1453b", alpha=0.5, linewidth=1)
     speed.set(xlabel="time since the start (s)", ylim=(0, None))
     return figure

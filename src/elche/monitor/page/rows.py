@@ -60,14 +60,14 @@ def start_s(history: RunHistory) -> float:
 def row_columns(
     history: RunHistory, rows: Sequence[Record], ranks: int, names: Sequence[str]
 ) -> dict[str, list[float]]:
-    """Returns the columns of all charts over time (ms) and samples.
+    """Returns the columns of all charts over time (s) and samples.
 
     Those of a rank end with its number; scalars, NaN where a row lacks one, are named
     ``value_0`` and so on in the order of ``names``.
     """
     found = []
     for row in rows:
-        values = {**run_row(row), "time": 1000 * (row["t"] - start_s(history))}
+        values = {**run_row(row), "time": row["t"] - start_s(history)}
         for rank in range(ranks):
             values |= {f"{k}_{rank}": v for k, v in rank_row(row, rank).items()}
         for number, name in enumerate(names):
@@ -82,7 +82,7 @@ def event_columns(history: RunHistory, most: int) -> dict[str, list[Any]]:
     events = history.events[-most:]
     before = [bisect_right(times_s, event["t"]) - 1 for event in events]
     return {
-        "time": [1000 * (event["t"] - start_s(history)) for event in events],
+        "time": [event["t"] - start_s(history) for event in events],
         "samples": [history.windows[at]["samples"] if at >= 0 else 0 for at in before],
         "text": [event_text(event) for event in events],
     }
@@ -107,9 +107,9 @@ def bar_columns(history: RunHistory, ranks: int) -> dict[str, list[Any]]:
         for rank in range(min(ranks, len(window["busy_s"]))):
             figures, whole_s = rank_row(window, rank), window["duration_s"]
             time_s = min(whole_s, window["busy_s"][rank] + window["sync_wait_s"][rank])
-            left = 1000 * (window["t"] - start_s(history) - whole_s)
+            left = window["t"] - start_s(history) - whole_s
             for part in PARTS:
-                right = left + 1000 * figures[part] * time_s
+                right = left + figures[part] * time_s
                 bars.append((str(rank), part, left, right))
                 left = right
     names = ("rank", "part", "left", "right")

@@ -36,10 +36,6 @@ READ_S: Final = 0.5
 """Time (s) between two reads of the file, and between two updates of a browser."""
 MOST_WINDOWS: Final = 4000
 """Most windows in memory; beyond it older ones are merged."""
-PING_S: Final = 20
-"""Time (s) between two pings of a browser, and for their answer."""
-MESSAGE_BYTES: Final = 1 << 16
-"""Largest message of a browser."""
 LOOPBACK: Final = "127.0.0.1", "localhost"
 _TEMPLATE: Final = """{% block preamble %}
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -49,25 +45,14 @@ _TEMPLATE: Final = """{% block preamble %}
 
 @final
 class EventTail:
-    """Reader of a run's event file as it grows, or is replaced.
-
-    Args:
-        folder: the run's folder; the file may not exist yet.
-
-    Attributes:
-        rows: rows of the charts, with the history of the run so far.
-    """
+    """Rows of a run's event file as it appears, grows, or is replaced."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._inode, self._read_bytes = folder / NAME, 0, 0
         self.rows = ChartRows(RunHistory(MOST_WINDOWS))
 
     def read(self) -> None:
-        """Reads what is new, or all of a new file.
-
-        Raises:
-            ConfigError: it is no event file, or one of a newer elche.
-        """
+        """Reads what is new, or all of a new file; ConfigError if that is another's."""
         history = self.rows.history
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -130,8 +115,8 @@ async def _serve(
         {"/": Application(FunctionHandler(fill))},
         prefix=path,
         extra_websocket_origins=[f"{each}:{port}" for each in (*LOOPBACK, name)],
-        websocket_ping_interval=PING_S,
-        websocket_max_message_size_bytes=MESSAGE_BYTES,
+        websocket_ping_interval=20,  # tornado's, which drops stopped browsers
+        websocket_max_message_size_bytes=1 << 16,
     )
     http_server = HTTPServer(application)
     http_server.add_sockets(sockets)
@@ -143,11 +128,7 @@ async def _serve(
 
 
 def parse_address(at: str) -> tuple[str, int]:
-    """Returns host and port; by default of loopback, and 0 for a free port.
-
-    Raises:
-        ConfigError: the port is no number.
-    """
+    """Returns host and port; by default of loopback, and 0 for a free port."""
     try:
         parts = urlsplit(f"//{at}" if ":" in at else f"//:{at}")
         return parts.hostname or LOOPBACK[0], parts.port or 0

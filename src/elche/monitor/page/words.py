@@ -38,11 +38,10 @@ def head_html(history: RunHistory, now_s: float) -> str:
     elif (age_s := now_s - history.records[-1]["t"]) > SILENT_S:
         text += f"; last record {clock(age_s)} ago"
     command = shlex.join(map(str, run.get("command", ())))
-    host = f"{run.get('host', '')}, process {run.get('pid', '')}"
+    host = f"on {run.get('host', '')}, process {run.get('pid', '')}"
     return (
         f'<h1>{name}</h1><progress aria-label="done" max="1" value="{done}"></progress>'
-        f"<p>{escape(text)}</p><dl><dt>command</dt><dd>{escape(command)}</dd>"
-        f"<dt>host</dt><dd>{escape(host)}</dd></dl>"
+        f"<p>{escape(text)}</p><p>{escape(command)}</p><p>{escape(host)}</p>"
     )
 
 

@@ -39,11 +39,7 @@ RANK_CHARTS: Final = (
     ("data_wait", "Waiting for data", "0%"),
     ("sync_wait", "Waiting for other ranks, and reducing", "0%"),
 )
-GRID: Final = {
-    "display": "grid",
-    "gap": "0 24px",
-    "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 460px), 1fr))",
-}
+COLUMNS: Final = "repeat(auto-fit, minmax(min(100%, 460px), 1fr))"
 PAGE_STYLE: Final = """
 :root { color-scheme: light dark; }
 body { background: Canvas; color: CanvasText; padding: 12px 16px; height: auto;
@@ -69,19 +65,12 @@ th, td {{ text-align: left; padding: .2em .8em .2em 0; vertical-align: top; }}
 
 @final
 class RunCharts:
-    """All charts and tables of a run, drawn once or kept up to date.
-
-    Args:
-        rows: rows of the run's charts.
-        now_s: Unix time.
-
-    Attributes:
-        layout: root to embed or to serve.
-    """
+    """All charts and tables of a run in a ``layout``, to embed or to serve."""
 
     def __init__(self, rows: ChartRows, now_s: float) -> None:
         self._head, self._ranks, self._list = map(_text, ("head", "ranks", "list"))
-        self._charts = column([], sizing_mode="stretch_width", styles=GRID)
+        grid = {"display": "grid", "gap": "0 24px", "grid-template-columns": COLUMNS}
+        self._charts = column([], sizing_mode="stretch_width", styles=grid)
         blocks = [self._head, self._charts, self._ranks, self._list]
         self.layout: models.Column = column(blocks, sizing_mode="stretch_width")
         self.layout.stylesheets = [models.GlobalInlineStyleSheet(css=PAGE_STYLE)]

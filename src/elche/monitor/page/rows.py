@@ -22,15 +22,10 @@ PARTS: Final = ("data_wait", "transfer", "compute", "sync_wait")
 
 @final
 class ChartRows:
-    """Windows of a history as they are now, merged to a bounded number of rows.
+    """Windows of a history as they are now, merged to at most ``most`` rows.
 
-    Args:
-        history: the run so far.
-        most: most rows.
-
-    Attributes:
-        rows: rows of at least the least duration. Those of a later moment begin with
-            the same rows, until the least duration doubles or the history is merged.
+    Later rows begin with the same ones, until the least duration doubles or the history
+    is merged.
     """
 
     def __init__(self, history: RunHistory, most: int = MOST_ROWS) -> None:

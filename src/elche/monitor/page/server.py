@@ -67,12 +67,7 @@ class EventTail:
 
 
 def serve_page(folder: Path, at: str, say: Callable[[str], None]) -> None:
-    """Serves a run's page at low priority until a signal.
-
-    Args:
-        folder: the run's folder; its event file may not exist yet.
-        at: ``HOST:PORT``, ``:PORT`` or ``PORT``; "" for a free port of loopback.
-        say: receives the page's address.
+    """Serves a folder's page at low priority until a signal; ``say`` gets its address.
 
     Raises:
         ConfigError: the address cannot be used, or the file is no event file.
@@ -132,6 +127,6 @@ def parse_address(at: str) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{at}" if ":" in at else f"//:{at}")
         return parts.hostname or LOOPBACK[0], parts.port or 0
-    except ValueError as error:
+    except ValueError:
         text = f"expected HOST:PORT such as 127.0.0.1:8000, got {at!r}"
-        raise ConfigError(text) from error
+        raise ConfigError(text) from None

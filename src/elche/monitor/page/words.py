@@ -20,17 +20,13 @@ SILENT_S: Final = 15.0
 
 
 def head_html(history: RunHistory, now_s: float) -> str:
-    """Returns the run's state, progress, command and host.
-
-    Args:
-        history: the run so far.
-        now_s: Unix time.
-    """
+    """Returns the run's state, progress, command and host at a Unix time."""
     if not history.records:
         return "<h1>The run has not begun</h1><p>waiting for its events</p>"
     epoch, run = (history.epochs or [{}])[-1], (history.runs or [{}])[-1]
     done = history.epoch_samples / (epoch.get("samples") or 1)
-    name, text = "The run is training", RunView(history).head()
+    name = "The run is training" if history.epochs else "The ranks are starting"
+    text = RunView(history).head()
     if history.end is not None:
         codes, reason = history.end["exit_codes"], history.end["reason"]
         name = "The run has failed" if any(codes) else "The run has ended"

@@ -71,7 +71,7 @@ def test_a_foreign_websocket_is_refused(tmp_path: Path, served: Serve) -> None:
 @pytest.mark.parametrize(
     ("folder", "text", "error"),
     [
-        ("none", None, "does not exist"),
+        ("none", None, "which is no folder"),
         (".", "hello\n", "expected elche events, got 'hello'"),
         (".", '{"kind":"file","format":"elche events","version":99}\n', "newer elche"),
     ],

@@ -13,7 +13,7 @@ from elche.errors import ConfigError
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
     "--at",
     default="",

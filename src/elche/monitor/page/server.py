@@ -72,6 +72,9 @@ def serve_page(folder: Path, at: str, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: the address cannot be used, or the file is no event file.
     """
+    if not folder.is_dir():
+        text = f"expected the folder of `elche run --events FOLDER`, got {folder}"
+        raise ConfigError(f"{text}, which is no folder")
     os.nice(10)
     logging.getLogger("bokeh").setLevel(logging.ERROR)
     logging.getLogger("tornado").setLevel(logging.CRITICAL)

@@ -27,8 +27,7 @@ def test_late_opening_and_reload_show_the_whole_run(
     end = {"t": 1.8e9 + 60, "kind": "end", "exit_codes": [0, 0], "reason": ""}
     found = [*records(50), event("died", 20.5, rank=1), end]
     (tmp_path / "events.jsonl").write_text(lines(*found))
-    address = served(tmp_path)
-    browser.open(address)
+    browser.open(served(tmp_path))
     for _ in range(2):
         assert browser.column("rows", "samples") == [120 * n for n in range(1, 51)]
         assert browser.column("events", "text") == ["rank 1 died: died <script>"]
@@ -36,8 +35,6 @@ def test_late_opening_and_reload_show_the_whole_run(
         assert "died <script>" in browser.text("list")
         browser.driver.refresh()
         browser.wait_loaded()
-    browser.open(f"{address}?over=samples")
-    assert browser.column("rows", "samples")[-1] == 6000
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -59,15 +56,12 @@ def test_it_fits_and_follows_the_systems_theme(
     browser.prefer(theme)
     browser.resize(width)
     browser.open(served(tmp_path))
-    browser.wait_loaded()
     until(lambda: len(browser.column("rows", "samples")) == 90, poll_s=0.1)
     style = "return getComputedStyle(document.body)"
     red = re.findall(r"\d+", browser.driver.execute_script(f"{style}.backgroundColor"))
     assert (int(red[0]) < 128) is is_dark
     overhang = "return document.documentElement.scrollWidth - innerWidth"
     assert browser.driver.execute_script(overhang) <= 0
-    links = browser.driver.find_elements("css selector", "nav a")
-    assert [each.text for each in links][-2:] == ["light", "dark"]
     assert browser.save(f"{width}-{theme}").stat().st_size > 20_000
     browser.prefer("light")
 

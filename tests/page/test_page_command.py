@@ -85,24 +85,27 @@ def test_it_refuses(tmp_path: Path, folder: str, text: str | None, error: str) -
     assert error in " ".join(ended.stderr.split())
 
 
-def test_a_busy_port_is_named(tmp_path: Path) -> None:
+def test_a_busy_port_or_all_addresses_are_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        at = f"127.0.0.1:{other.getsockname()[1]}"
-        command = [sys.executable, "-m", "elche", "page", str(tmp_path), "--at", at]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 2
-    assert "Address already in use; name another" in " ".join(ended.stderr.split())
+        for at, error in (
+            (f":{other.getsockname()[1]}", "Address already in use; name another"),
+            ("0:0", "got 0, which means all"),
+            ("localhost:http", "expected HOST:PORT"),
+        ):
+            command = [sys.executable, "-m", "elche", "page", str(tmp_path), "--at", at]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+            assert ended.returncode == 2
+            assert error in " ".join(ended.stderr.split())
 
 
 def test_addresses() -> None:
     assert parse_address("") == ("127.0.0.1", 0)
     assert parse_address("8000") == parse_address(":8000") == ("127.0.0.1", 8000)
     assert parse_address("10.0.0.7:80") == ("10.0.0.7", 80)
+    for wrong in ("10.0.0.7", "localhost:http", "[::1:80", "127.0.0.1:70000"):
+        with pytest.raises(ConfigError, match="expected HOST:PORT"):
+            parse_address(wrong)
     assert parse_address("[::1]:80") == ("::1", 80)
-    with pytest.raises(ConfigError, match="expected HOST:PORT"):
-        parse_address("localhost:http")
-    with pytest.raises(ConfigError, match="which means all"):
-        parse_address("0.0.0.0:80")
 
 
 def test_a_run_does_not_begin_without_its_page(tmp_path: Path) -> None:
@@ -136,20 +139,18 @@ def test_the_tail_reads_whole_lines_once(tmp_path: Path) -> None:
 
 
 def test_charts_append_rows_and_redraw_for_a_new_rank() -> None:
-    rows = ChartRows(RunHistory())
-    charts = RunCharts(rows, 0.0)
+    history = RunHistory()
+    charts = RunCharts(ChartRows(history), 0.0)
     *head, last = records(5)
     for record in (*head, event("died", 1.0)):
-        rows.history.take(record)
-    rows.follow()
-    charts.update(0.0)
+        history.take(record)
+    charts.update(ChartRows(history), 0.0)
     source = charts.layout.select_one({"name": "rows"})
     assert source.data["samples"] == [120, 240, 360, 480]
-    rows.history.take(last)
-    rows.follow()
-    charts.update(0.0)
+    history.take(last)
+    charts.update(ChartRows(history), 0.0)
     assert source.data["samples"] == [120, 240, 360, 480, 600]
-    rows.history.take({"t": 0.0, "kind": "rank", "rank": 2, "device": "new"})
-    charts.update(0.0)
+    history.take({"t": 0.0, "kind": "rank", "rank": 2, "device": "new"})
+    charts.update(ChartRows(history), 0.0)
     source = charts.layout.select_one({"name": "rows"})
     assert len(source.data["share_2"]) == 5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import os
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -25,8 +26,6 @@ def page(folder: Path, at: str, with_parent: bool) -> None:
 
     Prints the page's address, and serves it until Ctrl-C.
     """
-    from elche.runtime.process.launcher_watch import signal_with_parent
-
     try:
         from elche.monitor.page.server import serve_page
     except ModuleNotFoundError as error:
@@ -34,6 +33,12 @@ def page(folder: Path, at: str, with_parent: bool) -> None:
             f"the page needs {error.name}: pip install 'elche[page]'"
         ) from error
     if with_parent:
-        signal_with_parent(signal.SIGTERM)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     # Flushed: a launcher reads it from a pipe.
     serve_page(folder, at, partial(print, flush=True))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its launcher has: the system closes the pipe."""
+    os.read(0, 1)
+    os._exit(0)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from elche.errors import ConfigError
+
+START_S: Final = 120.0
+"""Most time (s) for a page to start, before its run."""
 
 
 def new_folder(name: str) -> Path:
     """Returns a folder for a run's events that is named by its script and the time."""
     stem = re.sub(r"[^\w.-]+", "_", Path(name).stem) or "run"
-    return Path("elche_runs", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path("elche_runs", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 @contextmanager
@@ -31,21 +37,25 @@ def page_beside(folder: Path, at: str, say: Callable[[str], None]) -> Iterator[N
     Raises:
         ConfigError: the page cannot be served; its process has printed why.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder}: {error.strerror}") from error
     command = [sys.executable, "-m", "elche", "page", str(folder), "--at", at]
     with subprocess.Popen(
         [*command, "--with-parent"],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # closed by the system however this process ends
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C ends the ranks first
     ) as process:
         assert process.stdout is not None
         try:
-            if not (address := process.stdout.readline().strip()):
+            is_ready = select.select([process.stdout], [], [], START_S)[0]
+            if not (address := is_ready and process.stdout.readline().strip()):
                 raise ConfigError("the page could not be started: see its error above")
             say(address)
             yield
             say(f"the page has ended; `elche page {folder}` shows it again")
         finally:
-            process.terminate()
+            process.kill()  # SIGTERM would not end a stopped one

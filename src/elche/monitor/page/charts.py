@@ -6,46 +6,31 @@ read them aloud.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, Final, final
 
+from bokeh import models
 from bokeh.core.property.vectorization import field
 from bokeh.layouts import column
-from bokeh.models import (
-    Column,
-    ColumnDataSource,
-    DataRange1d,
-    Div,
-    FactorRange,
-    HoverTool,
-    NumeralTickFormatter,
-    Range1d,
-    TimedeltaTickFormatter,
-    VSpan,
-)
+from bokeh.palettes import Category20_20
 from bokeh.plotting import figure
 from bokeh.transform import factor_cmap
 
-from elche.monitor.page.rows import (
-    PARTS,
-    SPAN_S,
-    ChartRows,
-    bar_columns,
-    event_columns,
-    row_columns,
-)
+from elche.monitor.event_records import Record
+from elche.monitor.page import rows as chart_rows
+from elche.monitor.page.rows import PARTS, ChartRows
 from elche.monitor.page.words import EVENTS_LISTED, events_html, head_html, ranks_html
 
 RANKS_SHOWN: Final = 16
 SCALARS_SHOWN: Final = 8
-COLOURS: Final = ("#2f81f7", "#e3861b", "#2da44e", "#bf4b8a", "#8957e5", "#0e8a8a")
-EVENT_COLOUR: Final = "#d1453b"
-HEIGHT_PX: Final = 220
+COLOURS: Final = (*Category20_20[0::2], *Category20_20[1::2])
 PART_COLOURS: Final = ("#e3861b", "#bf4b8a", "#2f81f7", "#8b949e")
-THEMES: Final = {"light": "light_minimal", "dark": "dark_minimal"}
+THEME: Final = "light_minimal"
 """Bokeh's theme of the charts, for `bokeh.embed` or a document."""
-INK: Final = {"light": ("#24292f", "#ffffff"), "dark": ("#e0e0e0", "#15191c")}
-"""Colours of text and background by theme."""
+AXES: Final = {"time": "00:00:00", "samples": "0.[0]a"}
+"""Format by axis; times are in seconds."""
+SCALAR: Final = "0.[0000]"
 RUN_LINES: Final = {"samples_per_s": "run", "device_samples_per_s": "devices together"}
 RANK_CHARTS: Final = (
     ("samples_per_s", "Samples per second of each device alone", "0,0"),
@@ -54,24 +39,25 @@ RANK_CHARTS: Final = (
     ("data_wait", "Waiting for data", "0%"),
     ("sync_wait", "Waiting for other ranks, and reducing", "0%"),
 )
-GRID: Final = {
-    "display": "grid",
-    "gap": "0 24px",
-    "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 460px), 1fr))",
+COLUMNS: Final = "repeat(auto-fit, minmax(min(100%, 460px), 1fr))"
+PAGE_STYLE: Final = """
+:root { color-scheme: light dark; }
+body { background: Canvas; color: CanvasText; padding: 12px 16px; height: auto;
+  box-sizing: border-box; }
+"""
+DARK_STYLE: Final = """
+@media (prefers-color-scheme: dark) {
+  :host(.bk-Figure), b { filter: invert(1) hue-rotate(180deg); }
 }
-
-
-def style_sheet(theme: str) -> str:
-    """Returns the style of headings and tables in a theme."""
-    ink, paper = INK[theme]
-    return f"""
-:host, body {{ color: {ink}; background: {paper}; font: 15px/1.45 sans-serif; }}
+"""
+"""Inverts what has colours of its own, in the system's dark theme."""
+TEXT_STYLE: Final = f"""{DARK_STYLE}
+:host {{ font: 15px/1.45 sans-serif; }}
 .bk-clearfix, progress, table {{ width: 100%; }}
+b {{ display: inline-block; }}
 h1 {{ font-size: 1.5em; margin: .3em 0; }}
 h2 {{ font-size: 1em; margin: .8em 0 .2em; }}
-progress {{ accent-color: {COLOURS[0]}; }}
-dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1em 1em; }}
-dd {{ margin: 0; overflow-wrap: anywhere; }}
+p {{ overflow-wrap: anywhere; }}
 .wide {{ overflow-x: auto; }}
 th, td {{ text-align: left; padding: .2em .8em .2em 0; vertical-align: top; }}
 """
@@ -79,134 +65,113 @@ th, td {{ text-align: left; padding: .2em .8em .2em 0; vertical-align: top; }}
 
 @final
 class RunCharts:
-    """All charts and tables of a run, drawn once or kept up to date.
+    """All charts and tables of a run in a ``layout``, to embed or to serve."""
 
-    Args:
-        rows: rows of the run's charts.
-        now_s: Unix time.
-        over: x axis of the charts, ``"time"`` or ``"samples"``.
-        theme: a key of `THEMES`, which the document is given, too.
-
-    Attributes:
-        layout: root to embed or to serve.
-    """
-
-    def __init__(
-        self, rows: ChartRows, now_s: float, over: str = "time", theme: str = "light"
-    ) -> None:
-        self._rows, self._over, self._theme = rows, over, theme
-        self._head, self._ranks, self._list = map(self._text, ("head", "ranks", "list"))
-        self._charts = column([], sizing_mode="stretch_width", styles=GRID)
+    def __init__(self, rows: ChartRows, now_s: float) -> None:
+        self._head, self._ranks, self._list = map(_text, ("head", "ranks", "list"))
+        grid = {"display": "grid", "gap": "0 24px", "grid-template-columns": COLUMNS}
+        self._charts = column([], sizing_mode="stretch_width", styles=grid)
         blocks = [self._head, self._charts, self._ranks, self._list]
-        self.layout: Column = column(blocks, sizing_mode="stretch_width")
-        self.layout.styles = {"background": INK[theme][1]}
-        self._source = ColumnDataSource(name="rows")
-        self._events = ColumnDataSource(name="events")
-        self._bars = ColumnDataSource(name="bars")
+        self.layout: models.Column = column(blocks, sizing_mode="stretch_width")
+        self.layout.stylesheets = [models.GlobalInlineStyleSheet(css=PAGE_STYLE)]
+        self._source = models.ColumnDataSource(name="rows")
+        self._events = models.ColumnDataSource(name="events")
+        self._bars = models.ColumnDataSource(name="bars")
         self._shape: object = None
-        self._version: object = None
-        self.update(now_s)
+        self._drawn: list[Record] = []
+        self.update(rows, now_s)
 
-    def update(self, now_s: float) -> None:
+    def update(self, rows: ChartRows, now_s: float) -> None:
         """Draws what the run has added since the last call."""
-        rows, history = self._rows, self._rows.history
+        history, found, drawn = rows.history, rows.rows, self._drawn
         self._head.text = head_html(history, now_s)
         self._ranks.text = ranks_html(history, history.recent())
         self._list.text = events_html(history)
-        ranks = min(RANKS_SHOWN, max((*history.ranks, -1)) + 1)
-        names = history.scalar_names[:SCALARS_SHOWN]
-        if not rows.rows:
+        if not found or found is drawn:
             return
-        if self._version != (rows.version, ranks, names):
-            self._version, self._drawn = (rows.version, ranks, names), len(rows.rows)
-            self._source.data = row_columns(history, rows.rows, ranks, names)
-        elif new := rows.rows[self._drawn :]:
-            self._drawn += len(new)
-            self._source.stream(row_columns(history, new, ranks, names))
-        self._events.data = event_columns(history, EVENTS_LISTED)
-        self._bars.data = bar_columns(history, ranks)
-        if self._shape != (ranks, names):
-            self._shape = ranks, names
+        ranks = min(RANKS_SHOWN, max(history.ranks, default=-1) + 1)
+        names = history.scalar_names[:SCALARS_SHOWN]
+        shape, before, self._drawn = (ranks, names), self._shape, found
+        if shape != before or found[: len(drawn)] != drawn:
+            self._source.data = chart_rows.row_columns(history, found, ranks, names)
+        elif new := found[len(drawn) :]:
+            self._source.stream(chart_rows.row_columns(history, new, ranks, names))
+        self._events.data = chart_rows.event_columns(history, EVENTS_LISTED)
+        self._bars.data = chart_rows.bar_columns(history, ranks)
+        if shape != before:
+            self._shape = shape
             self._draw(ranks, names)
 
     def _draw(self, ranks: int, names: list[str]) -> None:
         """Builds the figures for the ranks and scalars that are known now."""
-        self._x = DataRange1d(range_padding=0.02)
+        self._ranges = {axis: models.DataRange1d(range_padding=0.02) for axis in AXES}
         scalars = [
-            self._lines(name, {f"value_{number}": name}, "0.[0000]")
+            self._lines(f"{name} over {axis}", {f"value_{number}": name}, SCALAR, axis)
             for number, name in enumerate(names)
+            for axis in AXES
         ]
-        labels = {rank: f"rank {rank}" for rank in range(ranks)}
         of_ranks = [
-            self._lines(name, {f"{key}_{rank}": labels[rank] for rank in labels}, form)
+            self._lines(name, {f"{key}_{r}": f"rank {r}" for r in range(ranks)}, form)
             for key, name, form in RANK_CHARTS
         ]
         run = self._lines("Samples per second", RUN_LINES, "0,0")
         self._charts.children = [*scalars, run, self._timeline(ranks), *of_ranks]
 
-    def _lines(self, heading: str, lines: dict[str, str], form: str) -> Column:
+    def _lines(
+        self, heading: str, lines: dict[str, str], form: str, axis: str = "time"
+    ) -> models.Column:
         """Returns a chart of columns, each with its label."""
-        whole, free = Range1d(-0.02, 1.02), DataRange1d()
-        if form == "0,0":
-            free.start = 0
-        scale = "timedelta" if self._over == "time" else "linear"
-        y_range = whole if form == "0%" else free
-        plot = self._figure(x_range=self._x, y_range=y_range, x_axis_type=scale)
-        plot.xaxis.formatter = _x_format(scale)
-        plot.xaxis.axis_label = "samples" if scale == "linear" else None
-        drawn, key = [], ""
-        for number, (name, label) in enumerate(lines.items()):
-            colour, is_first = COLOURS[number % len(COLOURS)], number < len(COLOURS)
-            line = plot.line(self._over, name, source=self._source, color=colour)
-            line.glyph.line_width = 2
-            line.glyph.line_dash, line.name = "solid" if is_first else "dashed", label
-            drawn.append(line)
-            key += f'<b style="color:{colour}">{"■" if is_first else "▨"}</b> {label} '
-        plot.yaxis.formatter = NumeralTickFormatter(format=form)
-        spans = VSpan(x=field(self._over), line_color=EVENT_COLOUR, line_alpha=0.6)
-        marks = plot.add_glyph(self._events, spans)
+        plot = self._figure(axis, x_range=self._ranges[axis])
+        if form != SCALAR:
+            plot.y_range.start = 0
+        plot.yaxis.formatter = models.NumeralTickFormatter(format=form)
+        style: dict[str, Any] = {"source": self._source, "line_width": 2}
+        drawn = [
+            plot.line(axis, name, color=colour, name=label, **style)
+            for (name, label), colour in zip(lines.items(), COLOURS, strict=False)
+        ]
         tips = [("", "$name"), ("", f"$y{{{form}}}")]
-        plot.add_tools(
-            HoverTool(renderers=drawn, tooltips=tips),
-            HoverTool(renderers=[marks], tooltips=[("event", "@text")]),
-        )
-        return self._chart(heading, plot, key if len(lines) > 1 else "")
+        plot.add_tools(models.HoverTool(renderers=drawn, tooltips=tips))
+        return _chart(heading, plot, lines.values() if len(lines) > 1 else (), COLOURS)
 
-    def _timeline(self, ranks: int) -> Column:
+    def _timeline(self, ranks: int) -> models.Column:
         """Returns the chart of the last minute, a bar per rank."""
-        names = FactorRange(factors=[str(rank) for rank in reversed(range(ranks))])
-        plot = self._figure(x_range=Range1d(-SPAN_S, 0), y_range=names)
-        plot.xaxis.axis_label = "seconds before the newest window"
+        factors = [str(rank) for rank in reversed(range(ranks))]
+        plot = self._figure("time", y_range=models.FactorRange(factors=factors))
         fill = factor_cmap("part", PART_COLOURS, PARTS)
-        bars = {"y": "rank", "left": "left", "right": "end", "source": self._bars}
-        plot.hbar(**bars, height=0.7, line_color=None, fill_color=fill)
-        key = zip(PART_COLOURS, PARTS, strict=True)
-        words = (f'<b style="color:{c}">■</b> {n.replace("_", " ")}' for c, n in key)
-        return self._chart("The last minute of each rank", plot, " ".join(words))
+        bars = {"y": "rank", "left": "left", "right": "right", "source": self._bars}
+        drawn = plot.hbar(**bars, height=0.7, line_color=None, fill_color=fill)
+        plot.x_range.renderers = [drawn]
+        names = [part.replace("_", " ") for part in PARTS]
+        return _chart("The last minute of each rank", plot, names, PART_COLOURS)
 
-    def _figure(self, **options: Any) -> figure:
-        """Returns an empty figure of the page's size and tools."""
-        options |= {"tools": "xbox_zoom,reset", "active_drag": None}
-        size = {"height": HEIGHT_PX, "min_border_left": 56}
-        plot = figure(sizing_mode="stretch_width", **size, **options)
-        plot.xaxis.ticker.desired_num_ticks = 3
+    def _figure(self, axis: str, **ranges: Any) -> figure:
+        """Returns a figure of the page's size and tools, with the events as marks."""
+        tools = {"tools": "xbox_zoom,reset", "active_drag": None}
+        size = {"sizing_mode": "stretch_width", "height": 220, "min_border_left": 56}
+        plot = figure(**size, **tools, **ranges, stylesheets=[DARK_STYLE])
+        plot.background_fill_color = plot.border_fill_color = None
         plot.toolbar.logo, plot.toolbar.autohide = None, True
+        plot.xaxis.ticker.desired_num_ticks = 3
+        plot.xaxis.formatter = models.NumeralTickFormatter(format=AXES[axis])
+        spans = models.VSpan(x=field(axis), line_color="#d1453b", line_alpha=0.6)
+        marks = plot.add_glyph(self._events, spans)
+        plot.add_tools(
+            models.HoverTool(renderers=[marks], tooltips=[("event", "@text")])
+        )
         return plot
 
-    def _chart(self, heading: str, plot: figure, key: str) -> Column:
-        block = self._text("heading")
-        block.text = f"<h2>{escape(heading)}</h2>{key}"
-        return column(block, plot, sizing_mode="stretch_width")
 
-    def _text(self, name: str) -> Div:
-        sheet = style_sheet(self._theme)
-        div = Div(name=name, sizing_mode="stretch_width", stylesheets=[sheet])
-        div.disable_math = True
-        return div
+def _chart(
+    heading: str, plot: figure, key: Iterable[str], colours: Sequence[str]
+) -> models.Column:
+    block, labels = _text("heading"), zip(key, colours, strict=False)
+    block.text = f"<h2>{escape(heading)}</h2>"
+    block.text += " ".join(f'<b style="color:{c}">■</b> {name}' for name, c in labels)
+    return column(block, plot, sizing_mode="stretch_width")
 
 
-def _x_format(scale: str) -> Any:
-    if scale == "linear":
-        return NumeralTickFormatter(format="0.[0]a")
-    parts = ("milliseconds", "seconds", "minsec", "minutes", "hourmin")
-    return TimedeltaTickFormatter(**dict.fromkeys(parts, "%H:%M:%S"))
+def _text(name: str) -> models.Div:
+    div = models.Div(name=name, sizing_mode="stretch_width", stylesheets=[TEXT_STYLE])
+    div.disable_math = True
+    return div

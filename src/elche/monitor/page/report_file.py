@@ -65,7 +65,7 @@ def _html(history: RunHistory) -> str:
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
 
-    from elche.monitor.page.charts import THEMES, RunCharts
+    from elche.monitor.page.charts import THEME, RunCharts
 
     layout = RunCharts(ChartRows(history), history.records[-1]["t"]).layout
     head, _, ranks, _ = layout.children
@@ -76,8 +76,8 @@ def _html(history: RunHistory) -> str:
     )
     meta = '<meta name="viewport" content="width=device-width">'
     template = f"{{% block postamble %}}{meta}{{% endblock %}}"
-    theme, title = THEMES["light"], "elche report"
-    return str(file_html(layout, INLINE, title, template=template, theme=theme))
+    title = "elche report"
+    return str(file_html(layout, INLINE, title, template=template, theme=THEME))
 
 
 def _picture(history: RunHistory) -> Any:
@@ -90,13 +90,12 @@ def _picture(history: RunHistory) -> Any:
     name = next(iter(history.scalar_names), "nothing was logged")
     rows = ChartRows(history).rows
     columns = defaultdict(list, row_columns(history, rows, 0, [name]))
-    time_s = [ms / 1000 for ms in columns["time"]]
-    value.plot(time_s, columns["value_0"], label=name)
-    speed.plot(time_s, columns["samples_per_s"], label="samples/s")
-    speed.plot(time_s, columns["device_samples_per_s"], label="of its devices")
+    value.plot(columns["time"], columns["value_0"], label=name)
+    speed.plot(columns["time"], columns["samples_per_s"], label="samples/s")
+    speed.plot(columns["time"], columns["device_samples_per_s"], label="of its devices")
     for axes in (value, speed):
         axes.legend()
-        for ms in event_columns(history, EVENTS_LISTED)["time"]:
-            axes.axvline(ms / 1000, color="#d1453b", alpha=0.5, linewidth=1)
+        for time_s in event_columns(history, EVENTS_LISTED)["time"]:
+            axes.axvline(time_s, color="#d1453b", alpha=0.5, linewidth=1)
     speed.set(xlabel="time since the start (s)", ylim=(0, None))
     return figure

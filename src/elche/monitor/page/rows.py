@@ -22,50 +22,29 @@ PARTS: Final = ("data_wait", "transfer", "compute", "sync_wait")
 
 @final
 class ChartRows:
-    """Windows of a history, merged to a bounded number of rows.
+    """Windows of a history as they are now, merged to at most ``most`` rows.
 
-    Args:
-        history: the run; after another one is assigned, `follow` reads that.
-        most: most rows.
-
-    Attributes:
-        rows: rows of at least the least duration, so that a chart can append them.
-        version: number of times that all rows were replaced.
+    Later rows begin with the same ones, until the least duration doubles or the history
+    is merged.
     """
 
     def __init__(self, history: RunHistory, most: int = MOST_ROWS) -> None:
-        self.history, self._most = history, most
-        self.version, self._least_s, self._seen = 0, LEAST_S, 0
-        self.rows: list[Record] = []
-        self._open: list[Record] = []
-        self._of: tuple[RunHistory | None, int] = None, 0
-        self.follow()
+        self.history, least_s = history, LEAST_S
+        self.rows = _of_duration(history.windows, least_s)
+        while len(self.rows) > most:
+            least_s *= 2
+            self.rows = _of_duration(self.rows, least_s)
 
-    def follow(self) -> None:
-        """Takes the windows that the history has received since the last call."""
-        if self._of != (self.history, self.history.revision):
-            self._clear()
-        for window in self.history.windows[self._seen :]:
-            self._add(window)
-        self._seen = len(self.history.windows)
-        while len(self.rows) > self._most:
-            rows, self.rows, self._open = [*self.rows, *self._open], [], []
-            self._least_s *= 2
-            self.version += 1
-            for row in rows:
-                self._add(row)
 
-    def _clear(self) -> None:
-        self._of = self.history, self.history.revision
-        self.rows, self._open = [], []
-        self._least_s, self._seen = LEAST_S, 0
-        self.version += 1
-
-    def _add(self, window: Record) -> None:
-        self._open.append(window)
-        if math.fsum(each["duration_s"] for each in self._open) >= self._least_s:
-            self.rows.append(merged(self._open))
-            self._open = []
+def _of_duration(windows: Sequence[Record], least_s: float) -> list[Record]:
+    """Merges neighbouring windows to rows; the last ones wait until they suffice."""
+    rows, first, duration_s = [], 0, 0.0
+    for number, window in enumerate(windows, 1):
+        duration_s += window["duration_s"]
+        if duration_s > least_s - 1e-9:
+            rows.append(merged(windows[first:number]))
+            first, duration_s = number, 0.0
+    return rows
 
 
 def start_s(history: RunHistory) -> float:
@@ -76,27 +55,20 @@ def start_s(history: RunHistory) -> float:
 def row_columns(
     history: RunHistory, rows: Sequence[Record], ranks: int, names: Sequence[str]
 ) -> dict[str, list[float]]:
-    """Returns the columns of all charts over time and samples.
+    """Returns the columns of all charts over time (s) and samples.
 
     Those of a rank end with its number; scalars, NaN where a row lacks one, are named
     ``value_0`` and so on in the order of ``names``.
     """
-    return columns(
-        {
-            **run_row(row),
-            "time": 1000 * (row["t"] - start_s(history)),
-            **{
-                f"{name}_{rank}": value
-                for rank in range(ranks)
-                for name, value in rank_row(row, rank).items()
-            },
-            **{
-                f"value_{number}": row["values"].get(name, math.nan)
-                for number, name in enumerate(names)
-            },
-        }
-        for row in rows
-    )
+    found = []
+    for row in rows:
+        values = {**run_row(row), "time": row["t"] - start_s(history)}
+        for rank in range(ranks):
+            values |= {f"{k}_{rank}": v for k, v in rank_row(row, rank).items()}
+        for number, name in enumerate(names):
+            values[f"value_{number}"] = row["values"].get(name, math.nan)
+        found.append(values)
+    return columns(found)
 
 
 def event_columns(history: RunHistory, most: int) -> dict[str, list[Any]]:
@@ -105,7 +77,7 @@ def event_columns(history: RunHistory, most: int) -> dict[str, list[Any]]:
     events = history.events[-most:]
     before = [bisect_right(times_s, event["t"]) - 1 for event in events]
     return {
-        "time": [1000 * (event["t"] - start_s(history)) for event in events],
+        "time": [event["t"] - start_s(history) for event in events],
         "samples": [history.windows[at]["samples"] if at >= 0 else 0 for at in before],
         "text": [event_text(event) for event in events],
     }
@@ -121,21 +93,19 @@ def event_text(event: Record) -> str:
 def bar_columns(history: RunHistory, ranks: int) -> dict[str, list[Any]]:
     """Returns bars of the last minute: each rank's time in each window by its parts.
 
-    They count in seconds before the newest window. The parts of a window are drawn one
-    after the other; in truth they alternate.
+    The parts of a window are drawn one after the other; in truth they alternate.
     """
-    bars: dict[str, list[Any]] = {name: [] for name in ("rank", "part", "left", "end")}
+    bars: list[tuple[str, str, float, float]] = []
     windows = history.windows[-2000:]
     recent = [each for each in windows if each["t"] > windows[-1]["t"] - SPAN_S]
     for window in thinned(recent, round(SPAN_S)):
         for rank in range(min(ranks, len(window["busy_s"]))):
             figures, whole_s = rank_row(window, rank), window["duration_s"]
             time_s = min(whole_s, window["busy_s"][rank] + window["sync_wait_s"][rank])
-            left_s = window["t"] - windows[-1]["t"] - whole_s
+            left = window["t"] - start_s(history) - whole_s
             for part in PARTS:
-                end_s = left_s + figures[part] * time_s
-                row = str(rank), part, left_s, end_s
-                for column, value in zip(bars.values(), row, strict=True):
-                    column.append(value)
-                left_s = end_s
-    return bars
+                right = left + figures[part] * time_s
+                bars.append((str(rank), part, left, right))
+                left = right
+    names = ("rank", "part", "left", "right")
+    return {name: [bar[at] for bar in bars] for at, name in enumerate(names)}

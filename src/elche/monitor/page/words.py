@@ -20,29 +20,24 @@ SILENT_S: Final = 15.0
 
 
 def head_html(history: RunHistory, now_s: float) -> str:
-    """Returns the run's state, progress, command and host.
-
-    Args:
-        history: the run so far.
-        now_s: Unix time.
-    """
-    name, done = _state(history), 0.0
-    if history.epochs:
-        total = history.epochs[-1]["samples"]
-        done = min(1.0, history.epoch_samples / total) if total else 0.0
-    figures = RunView(history).head() if history.records else "waiting for its events"
+    """Returns the run's state, progress, command and host at a Unix time."""
+    if not history.records:
+        return "<h1>The run has not begun</h1><p>waiting for its events</p>"
+    epoch, run = (history.epochs or [{}])[-1], (history.runs or [{}])[-1]
+    done = history.epoch_samples / (epoch.get("samples") or 1)
+    name = "The run is training" if history.epochs else "The ranks are starting"
+    text = RunView(history).head()
     if history.end is not None:
-        figures += f"; exit codes {history.end['exit_codes']} {history.end['reason']}"
-    elif history.records and (age_s := now_s - history.records[-1]["t"]) > SILENT_S:
-        figures += f"; last record {clock(age_s)} ago"
-    run = history.runs[-1] if history.runs else {}
+        codes, reason = history.end["exit_codes"], history.end["reason"]
+        name = "The run has failed" if any(codes) else "The run has ended"
+        text += f"; exit codes {codes} {reason}"
+    elif (age_s := now_s - history.records[-1]["t"]) > SILENT_S:
+        text += f"; last record {clock(age_s)} ago"
     command = shlex.join(map(str, run.get("command", ())))
-    host = f"{run.get('host', '')}, process {run.get('pid', '')}"
-    facts = {"command": command, "host": host}
-    terms = (f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in facts.items() if v and run)
-    bar = f'<progress aria-label="done" max="1" value="{done:.4f}"></progress>'
+    host = f"on {run.get('host', '')}, process {run.get('pid', '')}"
     return (
-        f"<h1>{escape(name)}</h1>{bar}<p>{escape(figures)}</p><dl>{''.join(terms)}</dl>"
+        f'<h1>{name}</h1><progress aria-label="done" max="1" value="{done}"></progress>'
+        f"<p>{escape(text)}</p><p>{escape(command)}</p><p>{escape(host)}</p>"
     )
 
 
@@ -67,15 +62,6 @@ def events_html(history: RunHistory) -> str:
     listed = _table(f"Events: {len(history.events)}", ("time", "event"), rows)
     settings = ", ".join(f"{k} {v}" for k, v in sorted(history.settings.items()))
     return f"{listed}<h2>Settings</h2><p>{escape(settings)}</p>"
-
-
-def _state(history: RunHistory) -> str:
-    if history.end is not None:
-        has_failed = any(history.end["exit_codes"])
-        return "The run has failed" if has_failed else "The run has ended"
-    if not history.records:
-        return "The run has not begun"
-    return "The run is training" if history.epochs else "The ranks are starting"
 
 
 def _table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

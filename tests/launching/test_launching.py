@@ -113,7 +113,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         elche.launch(waits, "cpu")
     with pytest.raises(elche.ConfigError, match="device 'cuda:99' does not exist"):
         elche.launch(waits, ["cuda:99"])
-    EventFile(tmp_path).close()
+    trained_before = EventFile(tmp_path)
+    trained_before.add({"kind": "end", "exit_codes": [0], "reason": ""})
+    trained_before.close()
     with pytest.raises(elche.ConfigError, match="expected a folder without events"):
         elche.launch(waits, 2, events=tmp_path)
     with pytest.raises(elche.ConfigError, match="expected main to be a function"):

@@ -177,7 +177,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, **options: Any) -
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
     if not (module or Path(script).is_file()):
-        raise click.BadParameter(f"{script!r} is no file", param_hint="SCRIPT")
+        raise click.BadParameter(f"File {script!r} does not exist", param_hint="SCRIPT")
     if problem := "" if module else _syntax_error(script):
         click.echo(problem, err=True, nl=False)
         sys.exit(1)

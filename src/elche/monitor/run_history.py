@@ -163,8 +163,8 @@ def rank_row(window: Record, rank: int) -> dict[str, float]:
 
     time_s, total = of("busy_s") + of("sync_wait_s"), sum(window["rank_samples"])
     parts = {
-        name: of(f"{name}_s") / time_s if time_s > 0 else 0.0
-        for name in ("busy", "data_wait", "transfer", "sync_wait")
+        name[:-2]: of(name) / time_s if time_s > 0 else 0.0
+        for name in ("busy_s", "data_wait_s", "transfer_s", "sync_wait_s")
     }
     parts["compute"] = max(0.0, parts["busy"] - parts["data_wait"] - parts["transfer"])
     speed, work = of("device_samples_per_s"), of("rank_samples")

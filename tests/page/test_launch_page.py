@@ -15,7 +15,6 @@ from elche.monitor.page import beside
 from elche.runtime.process.launcher_watch import is_running
 from tests.harness.waiting import until
 
-pytest.importorskip("bokeh")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
 FUNCTION = """

@@ -43,7 +43,6 @@ def test_a_coordinator_killed_under_load_costs_nothing(policy: str) -> None:
     """Each position is once in the model, which all ranks hold alike."""
     run = disturbed(policy, 3.0, 0.8, victims=COORDINATOR)
     assert not run.kills
-    assert run.counted[0] == run.epochs
     assert len(run.checksums) == 3
 
 

@@ -26,8 +26,8 @@ from elche.errors import ProtocolError
 
 COUNTER_BYTES = 8
 LEAST_RANKS = 4
-LEAST_BYTES = 1 << 22
-"""Fewest ranks and bytes of a message that is summed in parts.
+LEAST_BYTES = 1 << 25
+"""Fewest ranks, and bytes of all ranks' messages, of a sum in parts.
 
 A smaller one costs less than waiting for parts does (`benchmarks.links.shared_sums`).
 """
@@ -424,7 +424,7 @@ def open_exchange(
     if group.shares_host and numel and group.world_size > 1:
         shared = shared_sides or sides
         ranks = range(group.world_size)
-        is_large = numel * dtype.itemsize >= LEAST_BYTES
+        is_large = numel * dtype.itemsize * len(ranks) >= LEAST_BYTES
         sums = int(is_large and len(ranks) >= LEAST_RANKS)
         places = shared * len(ranks) + sums
         size_bytes = SharedExchange.size_bytes(len(ranks), numel, dtype, places)

@@ -115,6 +115,23 @@ def test_before_measurements_shares_are_equal_or_as_hinted(
     assert ranks.sizes(batch) == expected
 
 
+def test_a_slow_rank_gets_slack_as_its_times_scatter() -> None:
+    """At 10 % about a hundredth of the slow rank's part; equal ranks keep equal parts."""
+
+    def split(cost: float, scatter: float) -> tuple[int, ...]:
+        ranks = balancer(2)
+        for step in range(200):
+            factor = 1.0 + (scatter if step % 2 else -scatter)
+            ranks.report([500, 500], [5.0 * factor, 5.0 * cost * factor])
+        return ranks.sizes(1000)
+
+    assert 197 <= split(4.0, 0.0)[1] <= 200
+    assert split(1.0, 0.1) == (500, 500)
+    shares = [split(4.0, scatter)[1] for scatter in (0.0, 0.05, 0.1, 0.2)]
+    assert shares == sorted(shares, reverse=True)
+    assert 180 <= shares[2] < 195
+
+
 def test_a_rank_without_samples_keeps_its_model() -> None:
     ranks = balancer(2)
     ranks.report([16, 16], [0.1, 0.4])
@@ -123,7 +140,7 @@ def test_a_rank_without_samples_keeps_its_model() -> None:
     assert pickle.dumps(ranks._models) == before
 
 
-@pytest.mark.parametrize(("slower", "changes"), [(1.05, False), (1.08, True)])
+@pytest.mark.parametrize(("slower", "changes"), [(1.04, False), (1.12, True)])
 def test_the_split_changes_only_for_a_gain(slower: float, changes: bool) -> None:
     ranks = balancer(2)
     ranks.report([500, 500], [5.0, 5.0])
@@ -132,9 +149,12 @@ def test_the_split_changes_only_for_a_gain(slower: float, changes: bool) -> None
         assert ranks.sizes(1000) == (500, 500)
         ranks.report([500, 500], [5.0, 7.5])
     changed = ranks.sizes(1000)
-    assert changed == (556, 444)  # 12.5 ms a sample: 6.25 s become 5.56 s
+    # 12.5 ms a sample: 6.25 s become 5.56 s; the jump also counts as spread, for a while.
+    assert sum(changed) == 1000
+    assert 430 <= changed[1] <= 444
+    fast, slow = changed
     for _ in range(20):  # a third size for the gain of some reports
-        ranks.report([556, 444], [5.56, 5.55 * slower])
+        ranks.report(changed, [0.01 * fast, 0.0125 * slow * slower])
         ranks.sizes(1000)
     assert (ranks.sizes(1000) != changed) == changes
 

@@ -42,6 +42,13 @@ WARM_UP_SIZES = 4
 """Sizes of a rank up to which a split follows each report of the warm-up."""
 REBALANCE_GAIN = 0.03
 """Least predicted cut of step time that changes the split, as a fraction."""
+SLACK = 0.42
+"""Logarithm of a rank's slack, per relative spread and log odds that another one ends
+last: about the quantile of a normal distribution, over the root of 2, since what counts
+is the difference of two times.
+"""
+MOST_SPREAD = 0.2
+"""Largest relative spread that counts."""
 
 
 @final
@@ -182,7 +189,7 @@ class Balancer:
         if total in self._decided and total in self._kept:
             return self._kept[total]  # no new measurement since
         self._decided.add(total)
-        times = self._times()
+        times = self._planned_times()
         best = self._shortest(total, times)
         kept = self._kept.pop(total, None)
         steps, self._reports = self._reports, 0
@@ -310,6 +317,22 @@ class Balancer:
         cheapest = min(costs)
         relative = [min(cost / cheapest, MAX_SPEED_RATIO) for cost in costs]
         return relative, [model.fixed_samples for model in self._models]
+
+    def _planned_times(self) -> _Times:
+        """Returns `_times` with slack for ranks whose times scatter.
+
+        A step takes as long as the longest of noisy times. The expectation of that is
+        least if each rank ends last with a probability in proportion to its speed,
+        since a sample less saves a slow rank more. Ranks of one speed get equal slack.
+        """
+        costs, fixed = self._times()
+        ranks = [rank for rank in range(self.world_size) if rank not in self._excluded]
+        if len(ranks) > 1:
+            speed = sum(1.0 / costs[rank] for rank in ranks)
+            for rank in ranks:
+                spread = min(self._models[rank].spread, MOST_SPREAD)
+                costs[rank] *= (speed * costs[rank] - 1.0) ** (SLACK * spread)
+        return costs, fixed
 
     def _end_of(self, times: _Times) -> Callable[[int, int], float]:
         """Returns a function for the time when a rank ends a share; 0.0 if empty."""

@@ -116,7 +116,7 @@ def test_before_measurements_shares_are_equal_or_as_hinted(
 
 
 def test_a_slow_rank_gets_slack_as_its_times_scatter() -> None:
-    """At 10 % about a hundredth of the slow rank's part; equal ranks keep equal parts."""
+    """A few hundredths of its share at 10 %; equal ranks keep equal shares."""
 
     def split(cost: float, scatter: float) -> tuple[int, ...]:
         ranks = balancer(2)
@@ -149,7 +149,7 @@ def test_the_split_changes_only_for_a_gain(slower: float, changes: bool) -> None
         assert ranks.sizes(1000) == (500, 500)
         ranks.report([500, 500], [5.0, 7.5])
     changed = ranks.sizes(1000)
-    # 12.5 ms a sample: 6.25 s become 5.56 s; the jump also counts as spread, for a while.
+    # 12.5 ms a sample: 6.25 s become 5.56 s. The jump counts as spread for a while.
     assert sum(changed) == 1000
     assert 430 <= changed[1] <= 444
     fast, slow = changed

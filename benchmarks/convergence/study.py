@@ -95,6 +95,37 @@ def star() -> list[Trial]:
     )
 
 
+def many() -> list[Trial]:
+    """Outer momentum and late means on four and eight ranks, windows of anchor 5."""
+    slow: dict[str, Any] = EIGHT | {"centre": RATE}
+    late: dict[str, Any] = {"anchor": 5, "batches": 1000}
+    trials = [
+        windows(**FOUR | {"outer_momentum": 0.65}, anchor=5),
+        windows(**EIGHT | {"seeds": 3}, anchor=5),
+        windows(**slow | {"seeds": 3}, anchor=5),
+        windows(**slow | {"seeds": 3, "outer_momentum": 0.75}, anchor=5),
+        windows(**slow | {"seeds": 3, "outer_momentum": 0.75}),
+        windows("8", 4 * RATE, seeds=2, **late),
+    ]
+    for ranks in (EIGHT, slow):
+        trials += [
+            windows(**ranks | {"outer_momentum": momentum}, **late)
+            for momentum in (0.5, 0.75)
+        ]
+    for correction in ("", "eager", "extrapolated", "heloco"):
+        trials += [
+            windows(**ranks | {"seeds": seeds}, **late, lag=lag, correction=correction)
+            for ranks, seeds, lag in (
+                (FOUR, 4, -1),
+                (slow, 4, -1),
+                (EIGHT, 2, -1),
+                (EIGHT, 2, 4),
+                (slow, 2, 4),
+            )
+        ]
+    return untuned(*trials)
+
+
 def lengths() -> list[Trial]:
     """Runs of 500 and 8000 batches."""
     trials = []
@@ -126,5 +157,6 @@ STUDIES: dict[str, Callable[[], list[Trial]]] = {
     "star": star,
     "muon": lambda: of_optimizer("muon", RATE),
     "lengths": lengths,
+    "many": many,
     "sgd": lambda: of_optimizer("sgd", 0.2),
 }

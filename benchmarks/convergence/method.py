@@ -8,7 +8,6 @@ from typing import Any
 
 OUTERS = ("average", "nesterov")
 OPTIMIZERS = ("adamw", "sgd", "muon")
-CORRECTIONS = ("", "extrapolated", "eager", "heloco")
 WARM_UP = 0.05
 """First part of a run in which the learning rate rises."""
 FLEETS: dict[str, tuple[float, ...]] = {
@@ -38,10 +37,6 @@ class Method:
         codec: how drifts travel, with error feedback.
         optimizer: ``"adamw"``, ``"sgd"`` (momentum 0.9) or ``"muon"`` (for hidden
             matrices, with AdamW for the rest).
-        correction: of late means. ``"extrapolated"``: at a snapshot a rank continues
-            from θ_k + (θ_k − θ_{k−1}); ``"eager"``: from the outer step along its own
-            drift; both until the mean arrives. ``"heloco"``: drifts are turned toward
-            the outer momentum, tensor by tensor (arXiv:2606.00271).
 
     Raises:
         ValueError: a value is unknown, or two do not go together.
@@ -56,14 +51,12 @@ class Method:
     outer_momentum: float = 0.0
     codec: str = "fp32"
     optimizer: str = "adamw"
-    correction: str = ""
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("fleet", self.fleet, tuple(FLEETS)),
             ("outer", self.outer, OUTERS),
             ("optimizer", self.optimizer, OPTIMIZERS),
-            ("correction", self.correction, CORRECTIONS),
         ):
             if value not in known:
                 raise ValueError(f"unknown {name} {value!r}; known are {known}")

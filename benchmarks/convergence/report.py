@@ -127,7 +127,6 @@ def describe(method: Method) -> str:
         else:
             words.append(f"Nesterov ({method.outer_lr:g}, {method.outer_momentum:g})")
         words += [method.codec] if method.codec != "fp32" else []
-        words += [method.correction] if method.correction else []
     names = {"adamw": [], "sgd": ["SGD"], "muon": ["Muon"]}
     return ", ".join(words + names[method.optimizer])
 

@@ -96,33 +96,19 @@ def star() -> list[Trial]:
 
 
 def many() -> list[Trial]:
-    """Outer momentum and late means on four and eight ranks, windows of anchor 5."""
-    slow: dict[str, Any] = EIGHT | {"centre": RATE}
-    late: dict[str, Any] = {"anchor": 5, "batches": 1000}
+    """Outer momentum on four and eight ranks; lags on eight; windows of anchor 5."""
+    slow: dict[str, Any] = EIGHT | {"centre": RATE, "seeds": 3}
+    late: dict[str, Any] = {"anchor": 5, "batches": 1000, "lag": -1}
     trials = [
-        windows(**FOUR | {"outer_momentum": 0.65}, anchor=5),
         windows(**EIGHT | {"seeds": 3}, anchor=5),
-        windows(**slow | {"seeds": 3}, anchor=5),
-        windows(**slow | {"seeds": 3, "outer_momentum": 0.75}, anchor=5),
-        windows(**slow | {"seeds": 3, "outer_momentum": 0.75}),
-        windows("8", 4 * RATE, seeds=2, **late),
+        windows(**slow, anchor=5),
+        windows(**slow, anchor=5, lag=-1),
+        windows(**FOUR | {"outer_momentum": 0.65}, anchor=5),
+        windows(**slow | {"outer_momentum": 0.75}, anchor=5),
+        windows(**FOUR | {"seeds": 4}, **late),
+        windows(**slow | {"seeds": 4}, **late),
+        windows(**EIGHT, **late | {"lag": 4}),
     ]
-    for ranks in (EIGHT, slow):
-        trials += [
-            windows(**ranks | {"outer_momentum": momentum}, **late)
-            for momentum in (0.5, 0.75)
-        ]
-    for correction in ("", "eager", "extrapolated", "heloco"):
-        trials += [
-            windows(**ranks | {"seeds": seeds}, **late, lag=lag, correction=correction)
-            for ranks, seeds, lag in (
-                (FOUR, 4, -1),
-                (slow, 4, -1),
-                (EIGHT, 2, -1),
-                (EIGHT, 2, 4),
-                (slow, 2, 4),
-            )
-        ]
     return untuned(*trials)
 
 

@@ -21,12 +21,10 @@ from benchmarks.convergence.replicas import (
     MOMENTUM,
     WEIGHT_DECAY,
     Column,
-    Replicas,
 )
 from benchmarks.convergence.report import describe, line, samples_for, table
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
-from benchmarks.convergence.synchroniser import Synchroniser, toward
 from benchmarks.convergence.tasks import Task
 from benchmarks.paired import mean_interval
 
@@ -175,7 +173,6 @@ SAME = {"fleet": "4", "cut": 4}
         {"cut": 2},
         {"anchor": 2},
         {"lag": 2},
-        {"correction": "heloco", **NESTEROV},
     ],
 )
 def test_variants_change_what_they_should(change: dict[str, Any]) -> None:
@@ -184,30 +181,6 @@ def test_variants_change_what_they_should(change: dict[str, Any]) -> None:
     other = train(Points(), Method(**{**SAME, **change}), columns, BATCHES)
     assert math.isfinite(other[0])
     assert other != pytest.approx(plain, rel=1e-5)
-
-
-def test_a_rank_that_drifts_as_all_do_predicts_the_outer_step() -> None:
-    method = Method(**SAME, **NESTEROV, correction="eager")
-    held = Replicas(Points(), [Column(0, LR)], 4, "adamw")
-    sync = Synchroniser(held, method)
-    for due in range(3):
-        held.theta += torch.randn(1, SIZE)
-        sync.begin(due, torch.ones(4))
-        expected = held.theta.clone()
-        sync.adopt(due)
-        assert torch.allclose(held.theta, expected, atol=1e-5)
-        assert torch.allclose(held.theta[0], sync.base, atol=1e-5)
-
-
-def test_heloco_keeps_what_agrees_and_shrinks_what_opposes() -> None:
-    momentum = torch.tensor([1.0, 0.0])
-    drift = torch.tensor([[2.0, 1.0], [0.1, 2.0], [-2.0, 1.0]])
-    kept, turned, shrunk = toward(drift, momentum)
-    assert torch.allclose(kept, drift[0])
-    assert turned[0] > 0.3
-    assert turned.norm() == pytest.approx(drift[1].norm().item())
-    assert -2.0 < float(shrunk[0]) < -0.5
-    assert float(shrunk[1]) == 1.0
 
 
 def test_muon_steps_matrices_as_torchs_does() -> None:

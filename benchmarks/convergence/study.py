@@ -96,20 +96,16 @@ def star() -> list[Trial]:
 
 
 def many() -> list[Trial]:
-    """Outer momentum on four and eight ranks; lags on eight; windows of anchor 5."""
-    slow: dict[str, Any] = EIGHT | {"centre": RATE, "seeds": 3}
-    late: dict[str, Any] = {"anchor": 5, "batches": 1000, "lag": -1}
-    trials = [
-        windows(**EIGHT | {"seeds": 3}, anchor=5),
-        windows(**slow, anchor=5),
-        windows(**slow, anchor=5, lag=-1),
+    """Outer momentum on four and eight ranks, a whole lag on eight; anchor 5."""
+    eight: dict[str, Any] = EIGHT | {"seeds": 3, "anchor": 5}
+    slow: dict[str, Any] = eight | {"centre": RATE}
+    return untuned(
+        windows(**eight),
+        windows(**slow),
+        windows(**slow, lag=-1),
         windows(**FOUR | {"outer_momentum": 0.65}, anchor=5),
-        windows(**slow | {"outer_momentum": 0.75}, anchor=5),
-        windows(**FOUR | {"seeds": 4}, **late),
-        windows(**slow | {"seeds": 4}, **late),
-        windows(**EIGHT, **late | {"lag": 4}),
-    ]
-    return untuned(*trials)
+        windows(**slow | {"outer_momentum": 0.75}),
+    )
 
 
 def lengths() -> list[Trial]:

@@ -95,6 +95,19 @@ def star() -> list[Trial]:
     )
 
 
+def many() -> list[Trial]:
+    """Outer momentum on four and eight ranks, a whole lag on eight; anchor 5."""
+    eight: dict[str, Any] = EIGHT | {"seeds": 3, "anchor": 5}
+    slow: dict[str, Any] = eight | {"centre": RATE}
+    return untuned(
+        windows(**eight),
+        windows(**slow),
+        windows(**slow, lag=-1),
+        windows(**FOUR | {"outer_momentum": 0.65}, anchor=5),
+        windows(**slow | {"outer_momentum": 0.75}),
+    )
+
+
 def lengths() -> list[Trial]:
     """Runs of 500 and 8000 batches."""
     trials = []
@@ -126,5 +139,6 @@ STUDIES: dict[str, Callable[[], list[Trial]]] = {
     "star": star,
     "muon": lambda: of_optimizer("muon", RATE),
     "lengths": lengths,
+    "many": many,
     "sgd": lambda: of_optimizer("sgd", 0.2),
 }

@@ -34,7 +34,8 @@ _EFFICIENCY = ((0.98, 0.96, 0.88), (0.94, 0.91, 0.76), (0.82, 0.76, 0.46))
 # Remaining factor if an average comes a whole window late. Measured: 0.97 and 0.85 in
 # the first two columns of four ranks. The second (two seeds) lies between that and an
 # earlier study's 0.74; other rows and longer windows follow the earlier study (0.95;
-# 0.88 and 0.63) in the same way.
+# 0.88 and 0.63) in the same way. Measured since in the second column
+# of eight ranks: 0.81, but 0.69 in runs of 1000 batches; the table keeps the lower.
 _WHOLE_LAG_EFFICIENCY = ((0.97, 0.95, 0.95), (0.97, 0.80, 0.80), (0.92, 0.70, 0.70))
 _OPTIMIZER_PRICES = {"adam": 1.0, "sgd": 0.3, "muon": 1.0}
 """Sample cost of windows by kind of optimizer, relative to AdamW's.

@@ -62,6 +62,7 @@ def test_tokens() -> None:
     assert _run(sys.executable, "examples/tokens.py").stdout == ended.stdout
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["nanogpt", "gan", "policy_gradient"])
 def test_by_share(name: str) -> None:
     """The slow rank's part becomes the smaller one; the parts make up the batch."""

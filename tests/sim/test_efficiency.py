@@ -99,6 +99,7 @@ def run(cluster: Cluster) -> Report:
 
 
 @pytest.mark.parametrize(("slowdowns", "cost", "noise", "anchor"), pairs((1, 5, 20)))
+@pytest.mark.every(2)
 def test_async_delivers_the_summed_speed(
     slowdowns: tuple[float, ...], cost: float, noise: str, anchor: int
 ) -> None:
@@ -115,6 +116,7 @@ def test_async_delivers_the_summed_speed(
 
 
 @pytest.mark.parametrize(("slowdowns", "cost", "noise", "anchor"), pairs((1, 10)))
+@pytest.mark.every(2)
 def test_cadence_costs_what_the_overhead_target_allows(
     slowdowns: tuple[float, ...], cost: float, noise: str, anchor: int
 ) -> None:
@@ -128,6 +130,7 @@ def test_cadence_costs_what_the_overhead_target_allows(
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 @pytest.mark.parametrize("slowdowns", SPEEDS)
 @pytest.mark.parametrize("noise", ["none", "10 %"])
+@pytest.mark.every(3)
 def test_the_ranks_end_an_epoch_together(
     policy: str, slowdowns: tuple[float, ...], noise: str
 ) -> None:

@@ -14,12 +14,19 @@ import pytest
 from benchmarks.chaos import ChaosConfig, RunAccount, one_run
 from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
 from elche.monitor.run_history import RunHistory
+from tests.harness.printing import environment_of
 from tests.harness.waiting import until
 
 pytestmark = pytest.mark.distributed
 
 SCRIPTS = Path(__file__).parents[1] / "process" / "cases"
 WAIT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ranks, which compile nothing."""
+    monkeypatch.setenv("PYTHONPATH", environment_of()["PYTHONPATH"])
 
 
 def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAccount:
@@ -58,7 +65,7 @@ def test_each_sample_and_each_event_counts_once(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment_of(),
     )
     killed = []
     for begun in ("", '"kind":"epoch","epoch":0', '"kind":"epoch","epoch":1'):

@@ -63,7 +63,7 @@ def test_every_schedule_on_two_ranks(ranks2: RankPool, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", ["several", "gpt"])
-@pytest.mark.every(5)
+@pytest.mark.every(3)
 def test_last_batches_of_few_samples(
     ranks4: RankPool, schedule: str, model: str
 ) -> None:

@@ -215,6 +215,7 @@ def test_who_cannot_join_ends_by_name_and_alone(
     [((STEPS,), "sync"), ((WINDOWS,), "async")],
     ids=["steps", "windows"],
 )
+@pytest.mark.every(2)
 def test_a_rank_joins_under_auto(
     choices: tuple[tuple[str, tuple[int, ...]], ...],
     called_in: str,

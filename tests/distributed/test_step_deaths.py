@@ -275,6 +275,7 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
         pytest.param(0, "without", 20, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.every(2)
 def test_a_death_while_a_rank_is_left_out(
     victim: int,
     place: str,

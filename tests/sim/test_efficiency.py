@@ -28,7 +28,7 @@ OVERHEAD_TARGET = 0.03
 
 
 def pairs(anchors: tuple[int, ...]) -> list[Any]:
-    """All settings, those beyond every pair of two of them in the slow suite."""
+    """All settings; those beyond every pair of two of them are slow, and some more."""
     found = []
     for noise, anchor, cost, speeds in product(
         range(len(NOISES)), range(len(anchors)), range(2), range(2)

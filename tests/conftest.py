@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -52,10 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tenth", type=int, help="run this tenth of the tests: 0 to 9")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Examples of properties: more under the profile `fuzz`, fewer in a quick run."""
+    mark_slow_cases(items)
     if (tenth := config.option.tenth) is not None:
         others = [i for i in items if crc32(i.nodeid.encode()) % 10 != tenth]
         config.hook.pytest_deselected(items=others)
@@ -75,6 +78,18 @@ def pytest_collection_modifyitems(
         function._hypothesis_internal_use_settings = settings(
             own, max_examples=examples
         )
+
+
+def mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Of a test marked ``every(n)`` the first, the n-th next, ... case is not slow."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("every")
+        if marker and item.get_closest_marker("slow") is None:
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % marker.args[0]:
+                item.add_marker("slow")
+            cases[name] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -3,74 +3,63 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.harness.printing import ended
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ELCHE = "-m", "elche", "run"
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
-    )
 
 
 @SLOW
 @pytest.mark.parametrize("name", ["own_loop", "muon"])
 def test_own_loops_in_windows(name: str) -> None:
-    ended = _run(
-        *(sys.executable, "-m", "elche", "run", "--policy", "cadence"),
-        *("--speeds", "1,0.5", "--ms-per-sample", "0.2", f"examples/{name}.py"),
-    )
-    assert ended.returncode == 0, ended.stderr
-    shown = [float(text) for text in re.findall(r"([\d.]+)% of held-out", ended.stdout)]
+    options = "--policy", "cadence", "--speeds", "1,0.5", "--ms-per-sample", "0.2"
+    done = ended(*ELCHE, *options, f"{EXAMPLES}/{name}.py")
+    assert done.returncode == 0, done.stderr
+    shown = [float(text) for text in re.findall(r"([\d.]+)% of held-out", done.stdout)]
     assert len(shown) == 5
     assert shown[-1] > 80
 
 
 def test_an_own_loop_alone() -> None:
-    ended = _run(sys.executable, "examples/own_loop.py")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("held-out digits right") == 5
+    done = ended(f"{EXAMPLES}/own_loop.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("held-out digits right") == 5
 
 
 def test_trainer() -> None:
-    ended = _run(
-        *(sys.executable, "-m", "elche", "run", "--nproc", "2"), "examples/trainer.py"
-    )
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]
+    done = ended(*ELCHE, "--nproc", "2", f"{EXAMPLES}/trainer.py")
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow  # tests/comm/gradients/test_weights.py has means over tokens
 def test_tokens() -> None:
-    launcher = ("-m", "elche", "run", "--speeds", "1,0.5")
-    ended = _run(
-        *(sys.executable, *launcher, "--ms-per-sample", "0.2", "examples/tokens.py")
-    )
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]
+    script = f"{EXAMPLES}/tokens.py"
+    done = ended(*ELCHE, "--speeds", "1,0.5", "--ms-per-sample", "0.2", script)
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    assert _run(sys.executable, "examples/tokens.py").stdout == ended.stdout
+    assert ended(script).stdout == done.stdout
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "gan", "policy_gradient"])
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", ["gan", "nanogpt", "policy_gradient"])
 def test_by_share(name: str) -> None:
     """The slow rank's part becomes the smaller one; the parts make up the batch."""
-    launcher = ("-m", "elche", "run", "--speeds", "1,0.25")
-    ended = _run(sys.executable, *launcher, f"examples/by_share/{name}.py")
-    assert ended.returncode == 0, ended.stderr
+    done = ended(*ELCHE, "--speeds", "1,0.25", f"{EXAMPLES}/by_share/{name}.py")
+    assert done.returncode == 0, done.stderr
     line = r"step (\d+) rank (\d): (\d+) \w+, \w+ ([\d.]+)"
     lines = sorted(
-        (int(a), b, int(c), d) for a, b, c, d in re.findall(line, ended.stdout)
+        (int(a), b, int(c), d) for a, b, c, d in re.findall(line, done.stdout)
     )
     (*_, fast, figure), (*_, slow, _) = lines[:2]
     (*_, faster, last), (*_, slower, _) = lines[-2:]
@@ -84,15 +73,15 @@ def test_by_share(name: str) -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_stopped_run_goes_on(tmp_path: Path, is_shared: bool) -> None:
     """Inside an epoch; alone as if it had not been stopped."""
-    launcher = ("-m", "elche", "run", "--speeds", "1,0.5")  # steps of 20 ms or more
-    command = (sys.executable, *(launcher if is_shared else ()), "examples/resume.py")
+    launcher = (*ELCHE, "--speeds", "1,0.5")  # steps of 20 ms or more
+    command = (*(launcher if is_shared else ()), f"{EXAMPLES}/resume.py")
     halves = [
-        _run(*command, "--folder", str(tmp_path), *stop)
+        ended(*command, "--folder", str(tmp_path), *stop)
         for stop in (("--stop-after", "55"), ())
     ]
     assert [half.returncode for half in halves] == [1, 0], halves[-1].stderr
     told = halves[0].stdout + halves[1].stdout
     assert re.findall(r"epoch (\d):", told) == list("01234")
     if not is_shared:
-        through = _run(*command, "--folder", str(tmp_path / "through"))
+        through = ended(*command, "--folder", str(tmp_path / "through"))
         assert told == through.stdout

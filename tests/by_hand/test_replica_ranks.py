@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 
 from tests.by_hand.cases import replica_cases as cases
 from tests.distributed.cases.tasks import identical
+from tests.harness.printing import ended
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).parent / "cases" / "replica_scripts.py")
 slow = partial(pytest.param, marks=pytest.mark.slow)
-ELCHE = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
+ELCHE = "-m", "elche", "run", "--nproc", "2"
 
 
 @pytest.mark.parametrize("counts", [(5, 3), (7, 1), (4, 3, 1)], ids=str)
@@ -37,6 +35,7 @@ def test_two_models_train_as_in_one_process(
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "complex128"])
+@pytest.mark.every(3)
 def test_means(ranks3: RankPool, dtype: str, transport: str) -> None:
     found = ranks3.run(
         cases.plain_and_weighted_means, dtype, transport, case_setup=serve_in_thread
@@ -118,18 +117,9 @@ def test_one_run_after_the_other(ranks2: RankPool) -> None:
     assert found == [[0.0, 10.0], [0.0, 10.0]]
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    own = {k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        own.pop(name, None)
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=own, check=False
-    )
-
-
 def test_a_plain_script_is_one_rank_without_sockets() -> None:
-    ended = _run(sys.executable, SCRIPT, "ok")
-    assert (ended.returncode, ended.stdout) == (0, "done 0 of 1\n"), ended.stderr
+    done = ended(SCRIPT, "ok")
+    assert (done.returncode, done.stdout) == (0, "done 0 of 1\n"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,7 +132,7 @@ def test_a_plain_script_is_one_rank_without_sockets() -> None:
     ],
 )
 def test_a_rank_that_ends_early_ends_the_others(case: str, says: str) -> None:
-    ended = _run(*ELCHE, SCRIPT, case)
-    assert ended.returncode != 0
-    assert says in ended.stderr, ended.stderr
-    assert "done" not in ended.stdout
+    done = ended(*ELCHE, SCRIPT, case)
+    assert done.returncode != 0
+    assert says in done.stderr, done.stderr
+    assert "done" not in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from elche.devices import random_state as devices
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.process.stop_signals import StopRequest
 from elche.session.process import process
+from tests.harness import printing
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +90,8 @@ for _ in elche.epochs(1):
         optimizer.step()
     elche.save(sys.argv[1])
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    done = printing.ended("-c", script, str(tmp_path))
+    assert done.returncode == 0, done.stderr
     assert CheckpointStore(tmp_path).newest() is not None
 
 

@@ -58,6 +58,7 @@ def check(ranks: RankPool, plan: Plan, bound: float = 1e-13) -> list[Trace]:
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.every(3)
 def test_unequal_batches_equal_one_process(
     ranks2: RankPool, ranks3: RankPool, loss: str, views: bool, transport: str
 ) -> None:
@@ -81,6 +82,7 @@ def test_ranks_without_a_batch_hold_nobody_up(ranks3: RankPool) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "tied", "branches"])
 @pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.every(3)
 def test_equal_batches_equal_torch(ranks2: RankPool, model: str, micro: int) -> None:
     branches = ((0, 1), (1, 1), (0, 0)) if model == "branches" else ()
     options = {"find_unused_parameters": model == "branches"}

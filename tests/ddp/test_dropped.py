@@ -99,6 +99,7 @@ def _before_more(loop: Loop, drop: Callable[[nn.Module], None]) -> float:
 @dropped
 @as_views
 @pytest.mark.parametrize("when", [_after_backward, _before_backward, _before_more])
+@pytest.mark.every(5)
 def test_what_was_dropped_weighs_nothing(
     drop: Callable[[nn.Module], None], as_views: bool, when: Callable[..., float]
 ) -> None:

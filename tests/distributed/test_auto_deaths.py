@@ -36,6 +36,7 @@ def outlived(
 @pytest.mark.parametrize(
     ("place", "at"), [("forward", 3), ("inside building", 1), ("after summing", 2)]
 )
+@pytest.mark.every(2)
 def test_a_death_is_outlived(place: str, at: int, tmp_path: Path) -> None:
     """While steps are measured, on the way to windows, and in them."""
     found = outlived(tmp_path, Death(2, place, at))

@@ -82,6 +82,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
         *(("async", "before", who) for who in ((0,), (1,), (0, 1))),
     ],
 )
+@pytest.mark.every(4)
 def test_an_epoch_that_is_left_is_told_as_it_was_trained(
     ranks2: RankPool,
     wanted: Callable[..., None],

@@ -33,6 +33,7 @@ NEW_RANKS = True
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 @pytest.mark.parametrize("task", TASKS, ids=str)
+@pytest.mark.every(3)
 def test_every_position_once(ranks3: RankPool, task: Task, policy: str) -> None:
     reference = plain(task)
     task = dataclasses.replace(task, options={"policy": policy})

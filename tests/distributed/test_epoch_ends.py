@@ -32,6 +32,7 @@ PLACES = ("before barrier", "after barrier", "agreed")
         ),
     ],
 )
+@pytest.mark.every(2)
 def test_deaths_as_epochs_end(policy: str, ranks: tuple[int, ...], turn: int) -> None:
     """Each of three in turn, at each place; once in a sum that ended the whole run."""
     places = (*PLACES[turn:], *PLACES[:turn])
@@ -42,6 +43,7 @@ def test_deaths_as_epochs_end(policy: str, ranks: tuple[int, ...], turn: int) ->
 
 
 @pytest.mark.parametrize("place", [*PLACES[:2], pytest.param(PLACES[2], marks=SLOW)])
+@pytest.mark.every(2)
 def test_a_death_of_rank_0_in_save(place: str, tmp_path: Path) -> None:
     """The next rank chooses the checkpoint, where that was not settled."""
     deaths = (Death(0, place, 3),)  # after the first epoch's, and its end

@@ -30,6 +30,7 @@ def host_deaths(place: str, at: int, *ranks: int) -> list[Death]:
     ],
     ids=["a leader", "the first rank", "who leads no host", "a host"],
 )
+@pytest.mark.every(2)
 def test_a_death_is_outlived(
     ranks: tuple[int, ...], place: str, at: int, tmp_path: Path
 ) -> None:
@@ -38,6 +39,7 @@ def test_a_death_is_outlived(
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["of the host", "of another host"])
+@pytest.mark.every(2)
 def test_who_lacks_sums_that_another_has_takes_them(late: int, tmp_path: Path) -> None:
     """Also from a host that has begun with the next, and changed these in place."""
     dead = Death(3, "step", 4)

@@ -89,6 +89,7 @@ def reference_of(task: Task) -> Trace:
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab", "abba"])
+@pytest.mark.every(2)
 def test_four_ranks_train_as_one_process(ranks4: RankPool, hosts: str) -> None:
     task = task_of(optimizer="adamw", batch_size=18)
     found = trained(ranks4, task, of(hosts, "1 0.25 0.5 1"))
@@ -108,6 +109,7 @@ def test_four_ranks_train_as_one_process(ranks4: RankPool, hosts: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.every(2)
 def test_loops_of_two_hosts_train_as_one_process(
     ranks3: RankPool, more: dict[str, Any]
 ) -> None:

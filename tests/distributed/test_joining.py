@@ -24,6 +24,7 @@ EACH_WAY = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"]
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.every(2)
 def test_a_rank_joins_inside_an_epoch(policy: str, tmp_path: Path) -> None:
     ended(Growing(folder=str(tmp_path), policy=policy))
 
@@ -136,6 +137,7 @@ def test_a_rank_joins_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["sum", "weighted"])
+@pytest.mark.every(2)
 def test_a_rank_joins_steps_of_other_losses(loss: str, tmp_path: Path) -> None:
     """In the middle of an epoch, and not only at its beginning."""
     ended(growing(tmp_path, loss=loss, samples=480, step_s=0.02))
@@ -213,6 +215,7 @@ def test_who_cannot_join_ends_by_name_and_alone(
     [((STEPS,), "sync"), ((WINDOWS,), "async")],
     ids=["steps", "windows"],
 )
+@pytest.mark.every(2)
 def test_a_rank_joins_under_auto(
     choices: tuple[tuple[str, tuple[int, ...]], ...],
     called_in: str,

@@ -217,6 +217,7 @@ def sizes(found: Found) -> list[int]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.every(2)
 def test_a_slow_rank_is_left_out_and_comes_back(
     ranks3: RankPool, transport: str
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_slow_rank_is_left_out_and_comes_back(
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.every(2)
 def test_a_slow_rank_leaves_for_good_where_the_rate_is_set_by_hand(
     ranks3: RankPool, transport: str
 ) -> None:

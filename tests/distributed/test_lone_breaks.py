@@ -118,6 +118,7 @@ PLACES: list[tuple[str, dict[int, tuple[int, str]]]] = [
 
 
 @pytest.mark.parametrize(("transport", "places"), PLACES, ids=str)
+@pytest.mark.every(2)
 def test_the_others_end_what_was_granted_and_all_hold_its_model(
     ranks3: RankPool, places: dict[int, tuple[int, str]], transport: str
 ) -> None:

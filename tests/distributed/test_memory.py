@@ -89,6 +89,7 @@ def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, floa
         (("async", "auto", "int8"), 5.1, 0.0),
     ],
 )
+@pytest.mark.every(2)
 def test_memory_is_what_is_said(
     ranks2: RankPool, case: tuple[str, ...], designed: float, is_gradient: float
 ) -> None:
@@ -176,6 +177,7 @@ def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("kind", "designed"), [("auto", 4.0), ("gloo", 3.0)])
+@pytest.mark.every(2)
 def test_memory_of_late_steps_is_what_is_said(
     ranks2: RankPool, kind: str, designed: float
 ) -> None:

@@ -205,6 +205,7 @@ def pool(request: pytest.FixtureRequest) -> RankPool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.every(3)
 def test_ranks_are_as_one_process(case: Case, pool: RankPool) -> None:
     check(pool, case)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ import pytest
 from elche.checkpoint.store import CheckpointStore
 from tests.distributed.cases.resume_cases import Trained, breaks, train
 from tests.distributed.cases.tasks import Task, difference, identical
+from tests.harness.choices import ALONE
+from tests.harness.choices import wanted as wanted
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -165,9 +167,10 @@ def test_a_run_goes_on_by_another_policy(
 
 
 def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
-    ranks2: RankPool, tmp_path: Path
+    ranks2: RankPool, wanted: Callable[..., None], tmp_path: Path
 ) -> None:
     # Once: rank 0 looked at its batches only, and had none.
+    wanted(ALONE)
     by_time = {"ELCHE_CHECKPOINT_DIR": str(tmp_path), "ELCHE_CHECKPOINT_EVERY_S": "0.1"}
     env = [
         {"ELCHE_SPEED": speed, "ELCHE_MS_PER_SAMPLE": "0.5", **by_time}

@@ -108,6 +108,7 @@ def outlive_each(
         *((place, True) for place in ("fetched", "last bucket")),
     ],
 )
+@pytest.mark.every(2)
 def test_a_death_is_outlived(place: str, early: bool, tmp_path: Path) -> None:
     """Also by a loop that fetches the next batch early."""
     assert outlive(tmp_path, Death(2, place, 4), early=early) == 0
@@ -155,6 +156,7 @@ def test_a_pause_has_begun_when_a_rank_dies_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.every(2)
 def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(ranks: int) -> None:
     """Before that pauses: all have run what they had begun."""
     loop = Loop("", deaths=(Death(1, "forward", 4),))
@@ -273,6 +275,7 @@ def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
         pytest.param(0, "without", 20, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.every(2)
 def test_a_death_while_a_rank_is_left_out(
     victim: int,
     place: str,
@@ -337,6 +340,7 @@ FIRST = {"first bucket": 2, "last bucket": 1, "closed": 1, "passed": 1}
     ],
 )
 @pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.every(3)
 def test_a_death_in_the_first_backward_pass(
     place: str, at: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -359,6 +363,7 @@ def test_a_loop_that_fetches_early_is_cut(tmp_path: Path) -> None:
         ("backward", 5, False),
     ],
 )
+@pytest.mark.every(2)
 def test_a_death_between_two_passes_of_a_step(
     place: str, at: int, is_apart: bool, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ BETWEEN = ["between", "before opened", "after opened", "keys", "after barrier"]
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 @pytest.mark.parametrize("place", ["batch", "after closed", "after summing"])
+@pytest.mark.every(3)
 def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
     outlive(tmp_path, (Death(2, place),), policy)
 
@@ -244,6 +245,7 @@ def test_who_lacks_the_sum_is_handed_it(
     ],
     ids=["in the next group", "connected to it", "all others"],
 )
+@pytest.mark.every(2)
 def test_several_deaths(deaths: tuple[Death, ...], tmp_path: Path) -> None:
     outlive(tmp_path, deaths, "async", **WAYS["gloo"])
 
@@ -331,6 +333,7 @@ def test_a_long_evaluation_on_rank_0_is_no_death(
 
 
 @pytest.mark.parametrize("meeting", ["evaluate", "predict"])
+@pytest.mark.every(2)
 def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> None:
     """The others, through with their part, evaluate all of it again."""
     deaths = (Death(2, "evaluating", 1),)

@@ -110,6 +110,7 @@ def _break_down(model: Any, optimizer: Any, loader: Any, options: Any) -> bool:
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
 @pytest.mark.parametrize("end", ["well", "broken"])
+@pytest.mark.every(3)
 def test_nothing_is_left_behind(
     ranks2: RankPool, options: dict[str, Any], end: str
 ) -> None:

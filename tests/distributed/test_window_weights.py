@@ -22,6 +22,7 @@ pytestmark = pytest.mark.distributed
         pytest.param("cadence", 2, 0, 2, [2, 1, 3, 3], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.every(2)
 def test_each_sample_counts_once_whoever_is_there(
     policy: str,
     founders: int,

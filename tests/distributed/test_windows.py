@@ -36,6 +36,7 @@ def _with(task: Task, **options: Any) -> Task:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-13)])
+@pytest.mark.every(3)
 def test_a_gradient_window_is_a_step_on_the_union(
     ranks2: RankPool, optimizer: str, dtype: str, bound: float
 ) -> None:
@@ -91,6 +92,7 @@ def test_deterministic_runs_are_equal_to_the_bit(ranks2: RankPool, policy: str) 
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.every(2)
 def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) -> None:
     task = Task(samples=480, batch_size=8, epochs=1)
     task = _with(task, policy=policy, max_batch_diff=0, local_batch_size=8)
@@ -137,6 +139,7 @@ def test_a_loader_three_times_slower_gets_a_third(
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.every(2)
 def test_a_sum_over_a_batch_steps_as_far_as_one_device(
     ranks2: RankPool, policy: str
 ) -> None:

@@ -16,16 +16,19 @@ from tests.harness.waiting import until
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """What tells a script that a launcher has started it, beside elche's own."""
 ENDS_WITHIN_S = 240.0
+UNCOMPILED = str(Path(__file__).parent / "uncompiled")
+"""In PYTHONPATH it halves the start of a rank."""
 
 
 def environment_of(**changes: str) -> dict[str, str]:
-    """Of a program that nothing of the tests' own has launched."""
+    """Of a program that nothing has launched, and that compiles nothing."""
     own = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("ELCHE_") and name not in LAUNCHED
     }
-    return {**own, "OMP_NUM_THREADS": "1", **changes}
+    paths = os.pathsep.join(filter(None, [UNCOMPILED, own.get("PYTHONPATH")]))
+    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **changes}
 
 
 def ended(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+import tests.harness.uncompiled.sitecustomize  # noqa: F401 - starts faster
 
 EMPTY: Mapping[str, Any] = {}
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.printing import environment_of
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
 MODULE = """
@@ -33,7 +35,7 @@ print(elche.launch(main, 2, args=(3,)))
 def _python(folder: Path, command: str, text: str = "") -> str:
     words = [sys.executable, *command.split()]
     return subprocess.check_output(
-        words, input=text, cwd=folder, text=True, timeout=150
+        words, input=text, cwd=folder, text=True, timeout=150, env=environment_of()
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import torch
 import elche
 from elche.launching import function_rank, launching
 from elche.runtime.report.event_file import EventFile
+from tests.harness.printing import environment_of
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
     outlives_rank_0,
@@ -77,7 +77,7 @@ def _run(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment_of(),
         start_new_session=True,
     )
 

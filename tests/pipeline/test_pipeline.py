@@ -48,6 +48,7 @@ def _check(pool: RankPool | None, work: Work) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.every(3)
 def test_every_schedule_on_four_ranks(
     ranks4: RankPool, schedule: str, model: str
 ) -> None:
@@ -62,6 +63,7 @@ def test_every_schedule_on_two_ranks(ranks2: RankPool, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", ["several", "gpt"])
+@pytest.mark.every(3)
 def test_last_batches_of_few_samples(
     ranks4: RankPool, schedule: str, model: str
 ) -> None:
@@ -103,6 +105,7 @@ def test_every_model_in_one_process(model: str) -> None:
         *(("gpt", "interleaved-zb"), ("shared", "zb-h2"), ("checkpoint", "v-min")),
     ],
 )
+@pytest.mark.every(2)
 def test_single_precision(ranks2: RankPool, model: str, schedule: str) -> None:
     _check(ranks2, Work(model=model, schedule=schedule, dtype="float32"))
 

@@ -28,7 +28,7 @@ OVERHEAD_TARGET = 0.03
 
 
 def pairs(anchors: tuple[int, ...]) -> list[Any]:
-    """All settings, those beyond every pair of two of them in the slow suite."""
+    """All settings; those beyond every pair of two of them are slow, and some more."""
     found = []
     for noise, anchor, cost, speeds in product(
         range(len(NOISES)), range(len(anchors)), range(2), range(2)
@@ -99,6 +99,7 @@ def run(cluster: Cluster) -> Report:
 
 
 @pytest.mark.parametrize(("slowdowns", "cost", "noise", "anchor"), pairs((1, 5, 20)))
+@pytest.mark.every(2)
 def test_async_delivers_the_summed_speed(
     slowdowns: tuple[float, ...], cost: float, noise: str, anchor: int
 ) -> None:
@@ -115,6 +116,7 @@ def test_async_delivers_the_summed_speed(
 
 
 @pytest.mark.parametrize(("slowdowns", "cost", "noise", "anchor"), pairs((1, 10)))
+@pytest.mark.every(2)
 def test_cadence_costs_what_the_overhead_target_allows(
     slowdowns: tuple[float, ...], cost: float, noise: str, anchor: int
 ) -> None:
@@ -128,6 +130,7 @@ def test_cadence_costs_what_the_overhead_target_allows(
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 @pytest.mark.parametrize("slowdowns", SPEEDS)
 @pytest.mark.parametrize("noise", ["none", "10 %"])
+@pytest.mark.every(3)
 def test_the_ranks_end_an_epoch_together(
     policy: str, slowdowns: tuple[float, ...], noise: str
 ) -> None:

@@ -38,6 +38,7 @@ def broken(world_size: int, step: int, **changes: Any) -> Cluster:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("step", [0, 1, 2, 7, 19])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.every(4)
 def test_a_break_at_one_step_on_all_ranks_lets_sync_go_on(
     world_size: int, step: int, seed: int
 ) -> None:

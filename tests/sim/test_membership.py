@@ -49,6 +49,7 @@ def cluster_of(policy: str, *faults: Fault, **changes: object) -> Cluster:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("at_s", [0.6, 1.234, 2.0, 2.5])
 @pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.every(5)
 def test_a_death_costs_a_moment_and_no_batch(
     policy: str, at_s: float, rank: int
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_death_costs_a_moment_and_no_batch(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("at_s", [0.6, 1.234, 2.0, 2.5])
+@pytest.mark.every(5)
 def test_what_is_lost_with_a_rank_is_counted_once_and_told(
     policy: str, at_s: float
 ) -> None:

@@ -63,6 +63,7 @@ def with_bad(data: st.DataObject, cluster: Cluster, non_finite: str) -> Cluster:
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 @given(data=st.data())
 @settings(max_examples=80)
+@pytest.mark.every(3)
 def test_every_batch_is_in_the_model_or_discarded_once(
     policy: str, changes: bool, data: st.DataObject
 ) -> None:

@@ -21,6 +21,7 @@ from benchmarks.hetero.verdict import BenchVerdict
 from elche.config import POLICIES
 from elche.demo.compare import ContenderRun
 from tests.demo.fake_runs import rank_result, run_of
+from tests.harness.printing import environment_of
 
 ALL_KINDS = (
     "solo-0",
@@ -301,7 +302,11 @@ def test_an_interrupt_ends_all_ranks() -> None:
     options = "--speeds 1,0.5 --seconds 100 --contenders elche-sync"
     command = [sys.executable, "-m", "benchmarks.hetero", *options.split()]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment_of(),
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline_s = time.monotonic() + 200

@@ -9,7 +9,7 @@ import sys
 import torch
 from torch import nn
 
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+import tests.harness.uncompiled.sitecustomize  # noqa: F401 - starts faster
 from elche.by_hand.replica import Replica, init_group
 from elche.session.ranks import rank, world_size
 

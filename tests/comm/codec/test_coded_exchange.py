@@ -240,6 +240,7 @@ def test_a_light_message_does_not_blow_up_the_error_of_a_heavy_one(
         (300, math.inf),
     ],
 )
+@pytest.mark.every(7)
 def test_what_is_no_number_makes_the_sum_none_on_every_rank(
     name: str, world_size: int, place: int, bad: float
 ) -> None:

@@ -127,6 +127,7 @@ def total(found: Sequence[Gradients]) -> Gradients:
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("cap_bytes", CAPS)
 @pytest.mark.parametrize("sizes", [(4, 4), (5, 1), (4, 0), (4, 4, 4)], ids=str)
+@pytest.mark.every(5)
 def test_what_is_not_sent_is_kept(
     codec: str, cap_bytes: int, sizes: tuple[int, ...]
 ) -> None:
@@ -156,6 +157,7 @@ def test_what_is_not_sent_is_kept(
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("cap_bytes", CAPS)
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.every(5)
 def test_what_nobody_uses_in_a_pass_keeps_what_was_left_out(
     codec: str, cap_bytes: int, world_size: int
 ) -> None:
@@ -181,6 +183,7 @@ def test_what_nobody_uses_in_a_pass_keeps_what_was_left_out(
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("cap_bytes", CAPS)
+@pytest.mark.every(5)
 def test_what_is_not_finite_reaches_all_and_leaves_nothing_behind(
     codec: str, bad: float, cap_bytes: int
 ) -> None:

@@ -44,6 +44,7 @@ PADDED = pytest.mark.parametrize("is_padded", [True, False])
 @PADDED
 @pytest.mark.parametrize(("model", "passes"), [("plain", 1), ("plain", 2), ("norm", 1)])
 @pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.every(5)
 def test_steps_of_unequal_shares(
     ranks2: RankPool, loss: str, model: str, passes: int, is_padded: bool
 ) -> None:

@@ -62,6 +62,7 @@ def check(found: list[Seen], script: Script) -> None:
 
 
 @pytest.mark.parametrize(("policy", "change", "rank"), crossed(WINDOWS))
+@pytest.mark.every(2)
 def test_windows_take_over(
     ranks2: RankPool,
     monkeypatch: pytest.MonkeyPatch,
@@ -78,6 +79,7 @@ def test_windows_take_over(
 
 
 @pytest.mark.parametrize(("options", "change", "rank"), crossed(EVERY))
+@pytest.mark.every(3)
 def test_a_layer_is_unfrozen(
     ranks2: RankPool, options: dict[str, Any], change: str, rank: int
 ) -> None:

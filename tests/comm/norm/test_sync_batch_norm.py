@@ -131,6 +131,7 @@ def _compare(ranks: list[Result], whole: Result, sizes: list[int]) -> None:
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_unequal_shares_are_the_union_batch(kind: str, options: dict[str, Any]) -> None:
     sizes = [6, 1, 3]
     batch = _batch(10, kind)

@@ -76,6 +76,7 @@ def of(hosts: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab", "abab", "abbc"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.every(3)
 def test_every_message_is_the_sum_on_every_rank(
     ranks4: RankPool, hosts: str, dtype: torch.dtype
 ) -> None:
@@ -161,6 +162,7 @@ def test_memory_of_what_is_under_way_is_let_go_with_the_group() -> None:
 
 @pytest.mark.parametrize("error", ["", "a connection is closed"])
 @pytest.mark.parametrize("looks", [1, 2, 3, 4])
+@pytest.mark.every(3)
 def test_who_has_waited_has_handed_the_sum_on(looks: int, error: str) -> None:
     # Once: a sum that ended between two looks was the leader's alone, until it looked
     # again, and in the next pass it waited for its host to have read it.

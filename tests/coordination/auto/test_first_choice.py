@@ -46,14 +46,17 @@ def measured(
     """Steps of ranks until the first choice."""
     settings = Settings(config=RunConfig(policy="auto"), epochs=1)
     chooser = AutoChooser(members(*["cpu"] * ranks), settings)
+    return chooser, steps_of(chooser, sync_s, run_steps, report)
+
+
+def steps_of(
+    chooser: AutoChooser, sync_s: float, steps: int, report: Any
+) -> list[GrantBatches]:
+    """An epoch's steps until the first choice."""
     chooser.prepare(sync_s, 0.0, alike=True)
-    sizes = BatchSizes.of([BATCH] * run_steps)
-
-    def is_made() -> bool:
-        return chooser._choice is not None
-
-    told = run_epoch(chooser, sizes, report, is_made)
-    return chooser, [grant for _, grant in grants_in(told)]
+    sizes = BatchSizes.of([BATCH] * steps)
+    told = run_epoch(chooser, sizes, report, lambda: chooser._choice is not None)
+    return [grant for _, grant in grants_in(told)]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +84,27 @@ def test_a_clear_gain_is_made_sure_of_where_that_is_free(
 
 def test_the_fastest_rank_gets_the_whole_batch_in_every_other_step() -> None:
     """Which shows what it would take alone, and what is fixed of the others' steps."""
+    _, told = measured(3, 0.001, 10_000, unequal)
+    alternates(told)
 
-    def report(grant: GrantBatches, rank: int) -> StepsDone:
-        busy_s = (0.004, 0.002, 0.003)[rank] * (0.5 + grant.shares[rank])
-        return ran(grant, rank, busy_s, sync_wait_s=0.001)
 
-    _, told = measured(3, 0.001, 10_000, report)
+def unequal(grant: GrantBatches, rank: int) -> StepsDone:
+    busy_s = (0.004, 0.002, 0.003)[rank] * (0.5 + grant.shares[rank])
+    return ran(grant, rank, busy_s, sync_wait_s=0.001)
+
+
+def alternates(told: list[GrantBatches]) -> None:
     shares = [grant.shares for grant in told]
     assert shares[2] == shares[4] == (1, BATCH - 2, 1)
     assert min(shares[0] + shares[1] + shares[3]) > 1
+
+
+def test_a_join_before_the_choice_begins_the_measured_steps_again() -> None:
+    """An odd count of them, kept, would grant least shares at once."""
+    settings = Settings(config=RunConfig(policy="auto"), epochs=10_000)
+    *two, newcomer = members(*["cpu"] * 3)
+    chooser = AutoChooser(two, settings)
+    assert len(steps_of(chooser, 0.001, 2, unequal)) == 2
+    assert chooser._measures.count == 1
+    chooser.add(newcomer)
+    alternates(steps_of(chooser, 0.001, 8, unequal))

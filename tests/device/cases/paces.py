@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+import tests.harness.uncompiled.sitecustomize  # noqa: F401 - starts faster
 from elche.runtime.process.worker import HOST_AHEAD_BATCHES
 from tests import device as test_device
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+import tests.harness.uncompiled.sitecustomize  # noqa: F401 - starts faster
 from tests import device as test_device
 
 STEPS = 4

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-import tests.harness.uncompiled  # noqa: F401 - starts faster
+import tests.harness.uncompiled.sitecustomize  # noqa: F401 - starts faster
 from elche.config import DebugConfig
 from elche.runtime.run import Run
 from elche.session.process import current_run

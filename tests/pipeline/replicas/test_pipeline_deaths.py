@@ -62,6 +62,7 @@ def test_replicas_split_the_batch() -> None:
         (0, CLIP + SOME),
     ],
 )
+@pytest.mark.every(3)
 def test_a_death_in_a_step(rank: int, where: str) -> None:
     replica = [0, 1] if rank < 2 else [2, 3]
     check(4, Deaths(at={rank: (3, where)}), replica)

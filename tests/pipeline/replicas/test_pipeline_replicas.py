@@ -51,11 +51,13 @@ def check(pool: RankPool, work: Union) -> list[Outcome]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.every(3)
 def test_two_replicas_of_two_ranks(ranks4: RankPool, schedule: str, model: str) -> None:
     check(ranks4, Union(model=model, own=scheduled(schedule, schedule)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.every(2)
 def test_batches_of_fewer_samples_than_microbatches(
     ranks4: RankPool, schedule: str
 ) -> None:
@@ -64,11 +66,13 @@ def test_batches_of_fewer_samples_than_microbatches(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.every(2)
 def test_two_replicas_of_one_rank(ranks2: RankPool, schedule: str) -> None:
     check(ranks2, Union(model="gpt", own=scheduled(schedule, schedule)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.every(2)
 def test_one_replica_of_two_ranks_in_another_order(
     ranks2: RankPool, schedule: str
 ) -> None:

@@ -35,6 +35,7 @@ from tests.pipeline.cases.pipeline_weight_cases import (
 @pytest.mark.parametrize(
     ("schedule", "replicas"), [("1f1b", 1), ("zb-v", 1), ("1f1b", 2)]
 )
+@pytest.mark.every(5)
 def test_gradients_of_padded_batches_are_those_of_one_process(
     ranks2: RankPool, way: str, schedule: str, replicas: int
 ) -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("schedule", FIXED_SCHEDULES)
+@pytest.mark.every(2)
 def test_two_ranks_keep_nothing(ranks2: RankPool, schedule: str) -> None:
     work = Work(model="gpt", schedule=schedule)
     assert ranks2.run(left_over, work, case_setup=serve_in_thread) == [[], []]

@@ -14,12 +14,19 @@ import pytest
 from benchmarks.chaos import ChaosConfig, RunAccount, one_run
 from benchmarks.chaos_killer import BOTH, COORDINATOR, coordinator_pid
 from elche.monitor.run_history import RunHistory
+from tests.harness.printing import environment_of
 from tests.harness.waiting import until
 
 pytestmark = pytest.mark.distributed
 
 SCRIPTS = Path(__file__).parents[1] / "process" / "cases"
 WAIT_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ranks, which compile nothing."""
+    monkeypatch.setenv("PYTHONPATH", environment_of()["PYTHONPATH"])
 
 
 def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAccount:
@@ -31,14 +38,8 @@ def disturbed(policy: str, seconds: float, mtbf_s: float, **more: str) -> RunAcc
     return run
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "sync",
-        pytest.param("async", marks=pytest.mark.slow),
-        pytest.param("cadence", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["sync", "async", "cadence"])
 def test_a_coordinator_killed_under_load_costs_nothing(policy: str) -> None:
     """Each position is once in the model, which all ranks hold alike."""
     run = disturbed(policy, 3.0, 0.8, victims=COORDINATOR)
@@ -54,61 +55,37 @@ def test_coordinators_and_ranks_killed_at_any_moment(policy: str) -> None:
     assert run.kills, "no rank was killed"
 
 
-def test_one_that_dies_before_any_rank_has_come_or_when_they_leave() -> None:
-    """The last words of ranks are taken by somebody, so the run ends well."""
-    command = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
-    process = subprocess.Popen(
-        [*command, str(SCRIPTS / "outlived.py"), "9", "nobody", "cadence"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    killed = []
-
-    def kill() -> None:
-        until(lambda: coordinator_pid(process.pid) not in (None, *killed))
-        pid = coordinator_pid(process.pid)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        killed.append(pid)
-
-    kill()
-    output, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, errors
-    assert output.count("of 2: 800 samples") == 2, output + errors
-    assert errors.count("a new one continues the run") == len(killed), errors
-
-
-def test_the_event_file_has_each_record_once(tmp_path: Path) -> None:
-    """The journal's order, though coordinators are killed and read it again."""
+def test_each_sample_and_each_event_counts_once(tmp_path: Path) -> None:
+    """One dies before any rank has come, and one in each epoch; the next reads on."""
     path = tmp_path / "events.jsonl"
     command = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
     command += ["--events", str(tmp_path)]
     process = subprocess.Popen(
         [*command, str(SCRIPTS / "outlived.py"), "9", "nobody", "sync"],
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment_of(),
     )
     killed = []
-    for epoch in (0, 1):
-        begun = f'"kind":"epoch","epoch":{epoch}'
-        until(lambda: path.exists() and begun in path.read_text())  # noqa: B023 - now
+    for begun in ("", '"kind":"epoch","epoch":0', '"kind":"epoch","epoch":1'):
+        until(lambda: not begun or (path.exists() and begun in path.read_text()))  # noqa: B023 - now
         until(lambda: coordinator_pid(process.pid) not in (None, *killed))
         pid = coordinator_pid(process.pid)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         killed.append(pid)
-    _, errors = process.communicate(timeout=WAIT_S)
+    output, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, errors
-    assert errors.count("a new one continues the run") == 2, errors
+    assert output.count("of 2: 800 samples") == 2, output + errors
+    assert errors.count("a new one continues the run") == 3, errors
     history = RunHistory()
     history.feed(path.read_text())
     assert [each["epoch"] for each in history.epochs] == [0, 1]
     assert sum(sum(each["rank_samples"]) for each in history.windows) == 800
     assert history.windows[-1]["samples"] == 800
-    names = sorted((each["name"], each["rank"]) for each in history.events)
-    assert names == [("left", 0), ("left", 1)]
+    # Others may be there: on a busy machine a rank may be slow.
+    left = [each["rank"] for each in history.events if each["name"] == "left"]
+    assert sorted(left) == [0, 1]
     assert history.end is not None
     assert history.end["exit_codes"] == [0, 0]

@@ -8,12 +8,7 @@ import pytest
 
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.runtime.data.cases.seen_cases import (
-    Job,
-    Seen,
-    shares_after_warm_up,
-    watch,
-)
+from tests.runtime.data.cases.seen_cases import Job, Seen, watch
 
 pytestmark = pytest.mark.distributed
 NEW_RANKS = True
@@ -62,15 +57,3 @@ def test_a_rank_without_samples_of_a_tail_weighs_nothing(ranks3: RankPool) -> No
     tails = [(len(log[2].indices), log[2].weight) for log in logs]
     assert sorted(weight for _, weight in tails) == [0.0, 1.0, 1.0]
     assert {samples for samples, _ in tails} == {1}
-
-
-def test_shares_are_right_after_one_warm_step_of_real_ranks(ranks2: RankPool) -> None:
-    """They looked equal by their warm-up, which took as long on both."""
-    devices = [
-        {"ELCHE_SPEED": speed, "ELCHE_MS_PER_SAMPLE": "2"} for speed in ("1", "0.25")
-    ]
-    cold_s = 0.0, 3.0, 0.4  # the first step is never timed
-    fast, slow = ranks2.serve(shares_after_warm_up, cold_s, 8, env=devices)
-    assert [a + b for a, b in zip(fast, slow, strict=True)] == [64] * 8
-    later = fast[len(cold_s) + 1 :]
-    assert 46 <= min(later) <= max(later) <= 58, fast

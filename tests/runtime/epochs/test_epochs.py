@@ -296,6 +296,7 @@ DEATHS = [
     ],
     ids=str,
 )
+@pytest.mark.every(2)
 def test_ranks_of_which_one_may_die(
     policy: str,
     options: dict[str, Any],
@@ -311,6 +312,7 @@ def test_ranks_of_which_one_may_die(
 @POLICIES
 @pytest.mark.parametrize("tears", [False, True], ids=["all hold", "some hold"])
 @pytest.mark.parametrize("second", [2, 3, 4, 5])
+@pytest.mark.every(5)
 def test_two_ranks_that_die(
     policy: str, tears: bool, second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +362,7 @@ def test_checkpoints_inside_an_epoch(
 
 @POLICIES
 @pytest.mark.parametrize("dies", [None, 2, 4, 6, 8])
+@pytest.mark.every(2)
 def test_a_layer_is_unfrozen_between_epochs(
     policy: str, dies: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

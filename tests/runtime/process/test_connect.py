@@ -44,7 +44,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
 def group_of_one() -> Iterator[None]:
     """A default group of this process alone."""
     store = distributed.HashStore()
-    store.set_timeout(timedelta(seconds=10))
+    store.set_timeout(timedelta(seconds=100))
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_set(
     begun_s = time.monotonic()
     with pytest.raises(CommunicationError, match="default group"):
         connect(placement, 0.5)
-    assert time.monotonic() - begun_s < 5.0
+    assert time.monotonic() - begun_s < 50.0  # of the store's 100
 
 
 def test_a_default_group_made_between_two_setups_starts_no_second_coordinator(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from torch.distributed import TCPStore
 
 from elche.comm.transport.torch_store import HOST, TorchStore
 from tests.harness.ports import free_port
+from tests.harness.printing import environment_of
 
 pytestmark = pytest.mark.distributed
 
@@ -54,7 +54,7 @@ def run(tmp_path: Path, where: str) -> subprocess.CompletedProcess[str]:
     script.write_text(SCRIPT)
     return subprocess.run(
         [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script), where],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment_of(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -142,8 +142,9 @@ def run_two(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}
-            | {name: value.format(rank=rank) for name, value in variables.items()},
+            env=environment_of(
+                **{name: value.format(rank=rank) for name, value in variables.items()}
+            ),
         )
         for rank in range(2)
     ]

@@ -39,6 +39,7 @@ def _after_each_run(policy: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+@pytest.mark.every(2)
 def test_runs_leave_no_descriptor_behind(ranks2: RankPool, policy: str) -> None:
     found = ranks2.serve(_after_each_run, policy)
     for runs in found:

@@ -93,6 +93,7 @@ SIGNALS = pytest.mark.parametrize(
 
 
 @SIGNALS
+@pytest.mark.every(2)
 def test_a_signal_to_the_launcher_alone_is_told_to_ranks_that_train(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

@@ -25,6 +25,7 @@ ELCHE = "-m", "elche", "run"
         ("exit", "cadence", 7, r"rank 1 called sys.exit\(7\) inside the loop"),
     ],
 )
+@pytest.mark.every(2)
 def test_failures_end_every_rank_with_a_reason(
     case: str, policy: str, code: int, says: str
 ) -> None:
@@ -39,9 +40,8 @@ def test_failures_end_every_rank_with_a_reason(
         assert done.stderr.count("in _fail") == 2
 
 
-@pytest.mark.parametrize(
-    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("policy", ["cadence", "sync"])
+@pytest.mark.every(2)
 def test_sys_exit_in_the_loop_of_one_rank_ends_all_as_it_says(policy: str) -> None:
     # Once: under windows it passed for a break, and the other rank went on after it.
     done = ended(*ELCHE, "--nproc", "2", SCRIPT, "exit 0", policy)

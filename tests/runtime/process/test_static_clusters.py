@@ -71,6 +71,7 @@ def srun(link: Link) -> list[dict[str, str]]:
     return [job | {"SLURM_PROCID": one, "SLURM_NODEID": one} for one in "01"]
 
 
+@pytest.mark.slow
 def test_ranks_of_two_torchruns_train_as_one(tmp_path: Path, link: Link) -> None:
     """Two ranks on each host."""
     words = torchruns(link, 2, str(CASES / "scripts.py"), "ok", "sync")

@@ -317,7 +317,7 @@ class EpochExecution:
         return EpochHooks(
             on_error=self._keep_error,
             check=self._check,
-            scalars=observer.drain_scalars,
+            scalars=observer.scalars,
             parameter_norm=self._synchroniser.parameter_norm,
             left_with=lambda: (self.sums.whole(), observer.guard.stepped),
             drain=(lambda: None) if delayed is None else delayed.drain,

@@ -228,7 +228,6 @@ def common_steps(group: Any, rate: float, factor: float) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     buffers = WindowBuffers(model, group)
     sync = GradientSync([*model], optimizer, GradientWindow([*model], group), buffers)
-    sync.attach()
     sync.begin_batch(2.0)
     (factor * model[0]).sum().backward()
     sync.batch_done()

@@ -145,7 +145,7 @@ class Synchroniser:
             window = GradientWindow(parameters, group)
             buffers = WindowBuffers(self._model, group)
             buffers.agree()
-            sync = GradientSync(
+            return GradientSync(
                 parameters,
                 self._optimizer,
                 window,
@@ -153,8 +153,6 @@ class Synchroniser:
                 max_grad_norm=config.windows.max_grad_norm,
                 is_sum=is_sum,
             )
-            sync.attach()
-            return sync
         warn_of_codec(group, config.codec)
         form = OverlappedAverager if config.policy == "async" else ParameterAverager
         outer = config.windows.outer

@@ -12,7 +12,6 @@ from typing import Any
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import Event, Failed, RankLost, Tick
 from elche.coordination.protocol.instructions import (
-    Abort,
     BeginEpoch,
     EndEpoch,
     Instruction,
@@ -24,9 +23,8 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.state import Coordinator
 from elche.errors import ElcheError
 from elche.sim.cluster import Cluster, Device, Fault
-from elche.sim.engine import AbortedError, Engine
 from elche.sim.history import History, RankHistory
-from elche.sim.rank import Rank
+from elche.sim.rank import Rank, World
 from elche.sim.sync_worker import SimulatedSyncEpoch
 from elche.sim.window_worker import SimulatedWindowEpoch
 
@@ -86,34 +84,17 @@ class CoordinatorLoad:
         sums[1] += spent_s
 
 
-class Simulation:
+class Simulation(World):
     """Runs a cluster description to its end.
 
     Args:
         cluster: description of the simulation.
         watch: recording and checking options.
-
-    Attributes:
-        engine: clock and network.
-        groups: members of each generation.
-        books: account of the models for each run, if kept.
-        plans: by window and rank, the latest `Reduce`; for the books.
-        backend: devices' own backend that sums gradients; "" through the host.
     """
 
     def __init__(self, cluster: Cluster, watch: Watch | None = None) -> None:
         self.watch = watch or Watch()
-        self.cluster = cluster
-        self.history = History(details=self.watch.details)
-        self.engine = Engine(cluster, self._ended)
-        self.groups: dict[int, frozenset[int]] = {}
-        self.books: list[Any] = []
-        self.plans: dict[int, dict[int, Reduce]] = {}
-        names = [device.name for device in cluster.ranks]
-        is_host = cluster.run.config.transport.kind == "gloo"
-        is_host = is_host or any(name.startswith("CPU") for name in names)
-        self.backend = "" if is_host else "NCCL"  # real ranks try theirs
-        self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
+        super().__init__(cluster, History(details=self.watch.details))
         self.core = Coordinator(cluster.world_size, survives=True)
         self.load = CoordinatorLoad()
         self.messages: list[tuple[float, Event | Instruction]] = []
@@ -185,29 +166,6 @@ class Simulation:
                     there, epoch, sizes, whole=whole
                 )
 
-    def break_at(self, rank: int, epoch: int) -> int | None:
-        """Returns the batches after which a rank's loop leaves an epoch, or None."""
-        return self._breaks.get((rank, epoch))
-
-    def send(self, event: Event) -> None:
-        """Sends a rank's message to the core."""
-        self.engine.travel("up", event.rank, self.receive, event)
-
-    def take(self, rank: int) -> Instruction | None:
-        """Returns the next instruction in a rank's inbox, or None.
-
-        Raises:
-            AbortedError: the instruction ends the run.
-        """
-        inbox = self.engine.processes[rank].inbox
-        if not inbox:
-            return None
-        instruction = inbox.popleft()
-        if isinstance(instruction, Abort):
-            self.history.aborts[rank] = instruction
-            raise AbortedError(instruction.reason)
-        return instruction
-
     def is_rejected(self, rank: int) -> bool:
         """True if a rank waited to join until the run was over."""
         sums = self.history.ranks[rank]
@@ -257,7 +215,7 @@ class Simulation:
             # A newcomer's `Welcome` names a group that was formed already, without it.
             self.groups.setdefault(generation, frozenset(members))
 
-    def _ended(self, rank: int, by_abort: bool) -> None:
+    def ended(self, rank: int, by_abort: bool) -> None:
         """Records that a process has ended by itself."""
         self.history.ranks[rank].ended_s = self.engine.now_s
         if by_abort:

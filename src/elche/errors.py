@@ -126,3 +126,8 @@ class TransitionError(ProtocolError):
         if not self.story:
             return text
         return text + "\nstory:\n" + "\n".join(f"  {line}" for line in self.story)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Formats ranks for a message, as in "rank 3" and "ranks 1, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

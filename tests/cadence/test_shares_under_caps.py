@@ -181,7 +181,7 @@ def test_shares_are_exact_and_fit_or_are_refused(
         ranks.assign_least(spared & set(range(size)))
     for rank, cap in [(0, 10**6), *learned]:
         ranks.limit(rank % size, cap)
-        known = ranks.max_samples
+        known = tuple(ranks.caps)
         for batch in batches:
             try:
                 parts = ranks.sizes(batch)
@@ -239,7 +239,7 @@ def test_a_learned_cap_moves_shares_at_once_and_never_rises() -> None:
     ranks.limit(1, 20)
     assert ranks.sizes(64) == (44, 20)
     ranks.limit(1, 30)
-    assert ranks.max_samples == (None, 20)
+    assert ranks.caps == [None, 20]
 
 
 def test_micro_batches_pay_their_fixed_cost_each() -> None:

@@ -73,9 +73,9 @@ def test_near_equal_ranks_do_not_take_turns_as_the_reference() -> None:
 def test_the_dead_zone_is_wide_at_first_and_narrow_for_what_lasts() -> None:
     fresh = HeldRatios([4.0, 1.0])
     fresh.follow([4.0, 1.0 / 1.09])
-    assert fresh.values == (1.0, 4.0)
+    assert fresh.values == [1.0, 4.0]
     fresh.follow([4.0, 1.0 / 1.12])
-    assert fresh.values == pytest.approx((1.0, 4.48))
+    assert fresh.values == pytest.approx([1.0, 4.48])
     lasting = HeldRatios([4.0, 1.0])
     reports = 0
     while lasting.values[1] == 4.0:

@@ -10,6 +10,7 @@ from torch import nn
 from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.sync.lost_ranks import LostRanks
 from elche.coordination.sync.nonfinite import NonFiniteRecord
+from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph
@@ -22,7 +23,7 @@ def hooks_without_run() -> EpochHooks:
     return EpochHooks(
         on_error=lambda error: None,
         check=lambda: None,
-        scalars=lambda waits: (),
+        scalars=ScalarLog(),
         parameter_norm=lambda: 0.0,
         left_with=lambda: ((), 0),
         drain=lambda: None,

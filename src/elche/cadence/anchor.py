@@ -27,22 +27,25 @@ class Anchor:
         maximum: upper limit; 0 switches El Che off, and the anchor is 1.
         overhead_target: largest wanted time of a synchronisation as a fraction of
             the window's time.
+
+    Attributes:
+        maximum: upper limit of the anchor; 0 if El Che is off.
     """
 
     __slots__ = (
-        "_maximum",
         "_minimum",
         "_raised_from",
         "_room",
         "_sync_ms",
         "_target",
         "_value",
+        "maximum",
     )
 
     def __init__(
         self, first: int, minimum: int, maximum: int, overhead_target: float
     ) -> None:
-        self._minimum, self._maximum = minimum, maximum
+        self._minimum, self.maximum = minimum, maximum
         self._room = 1
         self._raised_from: int | None = None
         self._target = overhead_target
@@ -58,11 +61,6 @@ class Anchor:
     def value(self) -> int:
         """Number of batches that the slowest rank runs per window."""
         return self._value if self.enabled else 1
-
-    @property
-    def maximum(self) -> int:
-        """Upper limit of the anchor; 0 if El Che is off."""
-        return self._maximum
 
     @property
     def minimum(self) -> int:

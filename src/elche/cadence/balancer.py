@@ -66,13 +66,16 @@ class Balancer:
             make shares slower but do not limit them.
         times: measured times of the ranks, read and updated; None: not measured yet.
 
+    Attributes:
+        caps: most samples that each rank's device holds at once; None if unknown.
+        world_size: number of ranks.
+
     Raises:
         ConfigError: speed_hints does not fit the ranks.
     """
 
     __slots__ = (
         "_accumulates",
-        "_caps",
         "_decided",
         "_excluded",
         "_is_capped",
@@ -85,6 +88,8 @@ class Balancer:
         "_sizes",
         "_speeds",
         "_tried",
+        "caps",
+        "world_size",
     )
 
     def __init__(
@@ -99,6 +104,7 @@ class Balancer:
     ) -> None:
         self._min_share = min_share_samples
         self._accumulates = accumulates
+        self.world_size = world_size
         self._speeds = relative_speeds(speed_hints, world_size)
         self._models = [*times] if times else [RankTime() for _ in self._speeds]
         self._kept_without: dict[frozenset[int], dict[int, tuple[int, ...]]] = {}
@@ -109,18 +115,8 @@ class Balancer:
         self._decided: set[int] = set()
         self._forget_kept()
         missing = world_size - len(max_samples)
-        self._caps = [*max_samples, *[None] * missing]
-        self._is_capped = any(cap is not None for cap in self._caps)
-
-    @property
-    def max_samples(self) -> tuple[int | None, ...]:
-        """Most samples that each rank's device holds at once; None if unknown."""
-        return tuple(self._caps)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self._speeds)
+        self.caps = [*max_samples, *[None] * missing]
+        self._is_capped = any(cap is not None for cap in self.caps)
 
     @property
     def used_sizes(self) -> list[list[int]]:
@@ -240,7 +236,7 @@ class Balancer:
                 continue  # its first share is a measurement already
             part, room = kept[rank], longest / ends[rank]
             hoped = int(self._models[rank].most_samples(part, TRIAL_IDLE * room))
-            hoped = min(hoped, self._room(self._caps[rank], most, minimum))
+            hoped = min(hoped, self._room(self.caps[rank], most, minimum))
             now, later = (int(part * room * more) for more in (longer, patient))
             size = self._sizes.trial(rank, part, min(now, hoped), min(later, hoped))
             if size is not None:
@@ -287,9 +283,9 @@ class Balancer:
 
     def limit(self, rank: int, samples: int) -> None:
         """Lowers the cap of a rank's device; a cap never rises again."""
-        known = self._caps[rank]
+        known = self.caps[rank]
         if known is None or samples < known:
-            self._caps[rank] = samples
+            self.caps[rank] = samples
             self._is_capped = True
             self._forget_kept()
 
@@ -305,7 +301,7 @@ class Balancer:
 
     def _passes(self, rank: int, samples: int) -> int:
         """Returns the number of micro-batches in which a rank runs its share."""
-        return passes_of(samples, self._caps[rank] if self._accumulates else None)
+        return passes_of(samples, self.caps[rank] if self._accumulates else None)
 
     def _times(self) -> _Times:
         """Returns relative costs per sample, and fixed costs in samples.
@@ -384,7 +380,7 @@ class Balancer:
         ranges = [
             (part, part)
             if not part or rank == tried or rank in self._least_ranks
-            else (minimum, self._room(self._caps[rank], total, minimum))
+            else (minimum, self._room(self.caps[rank], total, minimum))
             for rank, part in enumerate(best)
         ]
         return self._sizes.choices(best, ranges, self._end_of(times))
@@ -396,7 +392,7 @@ class Balancer:
         least = {rank: minimum for rank in chosen if rank in self._least_ranks}
         rest = total - minimum * len(least)
         others = [rank for rank in chosen if rank not in least]
-        rooms = [self._room(self._caps[rank], rest, minimum) for rank in others]
+        rooms = [self._room(self.caps[rank], rest, minimum) for rank in others]
         fits = bool(others) and sum(rooms) >= rest
         return self._divide(total, chosen, times, least if fits else {})
 
@@ -407,7 +403,7 @@ class Balancer:
         split = [given.get(rank, 0) for rank in range(self.world_size)]
         chosen = [rank for rank in ranks if rank not in given]
         costs, fixed = ([values[rank] for rank in chosen] for values in times)
-        caps = [self._caps[rank] for rank in chosen] if self._is_capped else None
+        caps = [self.caps[rank] for rank in chosen] if self._is_capped else None
         rest, minimum = total - sum(split), self._minimum(total)
         parts = split_for_makespan(
             rest, costs, fixed, minimum, caps, accumulates=self._accumulates
@@ -444,7 +440,7 @@ class Balancer:
         every = [r for r in range(self.world_size) if r not in self._excluded]
         if not self._is_capped:
             return sorted(sorted(every, key=start)[:most])
-        rooms = [self._room(cap, total, minimum) for cap in self._caps]
+        rooms = [self._room(cap, total, minimum) for cap in self.caps]
         able = [r for r in every if rooms[r]]
 
         def by_room(rank: int) -> tuple[int, tuple[bool, float]]:
@@ -455,7 +451,7 @@ class Balancer:
             chosen = sorted(able, key=key)[:most]
             if sum(rooms[r] for r in chosen) >= total:
                 return sorted(chosen)
-        held = {r: cap for r, cap in enumerate(self._caps) if cap is not None}
+        held = {r: cap for r, cap in enumerate(self.caps) if cap is not None}
         raise ConfigError(
             f"a batch of {total} samples does not fit on the devices of all ranks "
             f"together (max samples by rank: {held}, at least {minimum} each); lower "

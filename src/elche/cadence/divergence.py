@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import final
 
+from elche.errors import named_ranks
+
 RECENT_WINDOWS = 3
 """Windows in the median that detects a fast rise."""
 MEMORY_WINDOWS = 9
@@ -160,7 +162,9 @@ class DivergenceGuard:
         compared = f", {rises:.2f} times the usual {usual:.3g}" if usual > 0.0 else ""
         reason = f"divergence {level:.3g} of rank {-place}{compared}"
         if broken:
-            reason = f"the contribution of {_ranks(broken)} is not finite"
+            few = len(broken) <= NAMED_RANKS
+            whose = named_ranks(broken) if few else f"{len(broken)} ranks"
+            reason = f"the contribution of {whose} is not finite"
         reason += f", above the ceiling {CEILING:g}" if above else ""
         if nudges:
             reason += f", the second such window in a row: windows × {NUDGE_FACTOR:g}"
@@ -185,9 +189,3 @@ class DivergenceGuard:
         doubled = HOLD_WINDOWS << min(self._nudges, MAX_HOLD_WINDOWS.bit_length())
         self._nudges += 1
         return min(doubled, MAX_HOLD_WINDOWS)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > NAMED_RANKS:
-        return f"{len(ranks)} ranks"
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks))

@@ -84,49 +84,44 @@ class RankTime:
 
     Args:
         recent: number of measurements of which the median cost counts.
+
+    Attributes:
+        is_warm: a step was not much shorter than the one before it.
+        is_settled: the last batch took about as long as predicted.
+        last_samples: samples of the last batch; 0 before any measurement.
     """
 
     __slots__ = (
         "_against",
-        "_is_settled",
-        "_is_warm",
         "_largest",
         "_levels",
         "_most_recent",
         "_noise",
         "_recent",
         "_shape",
-        "_size",
         "_smallest",
         "_untold",
+        "is_settled",
+        "is_warm",
+        "last_samples",
     )
 
     def __init__(self, recent: int = RECENT_STEPS) -> None:
         self._levels = [0.0]
         self._against = [0.0]
         self._shape = 0
-        self._size = self._smallest = self._largest = 0
+        self.last_samples = self._smallest = self._largest = 0
         self._noise = USUAL_NOISE
         self._untold = 1.0
         self._most_recent = recent
         self._recent: list[tuple[int, float]] = []
-        self._is_settled = False
-        self._is_warm = recent == 1
-
-    @property
-    def is_warm(self) -> bool:
-        """True if a step was not much shorter than the one before it."""
-        return self._is_warm
+        self.is_settled = False
+        self.is_warm = recent == 1
 
     @property
     def is_measured(self) -> bool:
         """True if there is an estimate."""
         return self._levels[0] > 0.0
-
-    @property
-    def is_settled(self) -> bool:
-        """True if the last batch took about as long as predicted."""
-        return self._is_settled
 
     @property
     def cost(self) -> float:
@@ -156,11 +151,6 @@ class RankTime:
     def has_sizes(self) -> bool:
         """True if the sizes of batches differ enough to estimate the fixed part."""
         return self._largest >= SPREAD * self._smallest > 0
-
-    @property
-    def last_samples(self) -> int:
-        """Samples of the last batch; 0 before any measurement."""
-        return self._size
 
     def line(self, ranks: Sequence[RankTime] = ()) -> tuple[float, float]:
         """Returns a batch's fixed time and time per sample, by the likeliest line.
@@ -227,15 +217,15 @@ class RankTime:
         """
         if not (math.isfinite(busy) and busy > 0.0):
             raise ConfigError(f"a time must be positive and finite, got {busy!r}")
-        if not self._is_warm and self._size:
+        if not self.is_warm and self.last_samples:
             self._leave_warm_up(samples, busy)
         if self._most_recent > 1:
             samples, busy = self._typical(samples, busy)
-        elif self._size:
+        elif self.last_samples:
             busy = min(busy, MAX_RISE * self.of(samples))
-        if samples != self._size and self._size:
+        if samples != self.last_samples and self.last_samples:
             self._split_levels()
-        self._size = samples
+        self.last_samples = samples
         self._largest = max(self._largest, samples)
         self._smallest = min(self._smallest or samples, samples)
         if not self._levels[0]:
@@ -248,7 +238,7 @@ class RankTime:
         error, jumps = abs(ratios[self._shape] - 1.0), False
         if self._most_recent > 1:
             is_known = len(self._recent) == self._most_recent
-            self._is_settled = is_known and error <= max(SETTLED, 2.0 * self._noise)
+            self.is_settled = is_known and error <= max(SETTLED, 2.0 * self._noise)
             jumps = error > max(JUMP, MOST_DEVIATIONS * self._noise)
         self._judge([abs(math.log(ratio)) for ratio in ratios])
         if jumps:
@@ -263,11 +253,13 @@ class RankTime:
 
         Warm-up takes about as long on all ranks, so unequal ranks look equal.
         """
-        ratio = busy / (self.of(self._size) * min(1.0, samples / self._size))
-        self._is_warm = ratio > 1.0 - JUMP
-        if not self._is_warm:
+        ratio = busy / (
+            self.of(self.last_samples) * min(1.0, samples / self.last_samples)
+        )
+        self.is_warm = ratio > 1.0 - JUMP
+        if not self.is_warm:
             self._levels, self._against = [0.0], [0.0]
-            self._shape = self._size = self._smallest = self._largest = 0
+            self._shape = self.last_samples = self._smallest = self._largest = 0
         if ratio < 1.0 - SETTLED:
             self._recent = []
             self._levels = [ratio * level for level in self._levels]
@@ -276,8 +268,8 @@ class RankTime:
         """Tracks all shapes from now on; for a single size they are all equal."""
         if len(self._levels) > 1:
             return
-        busy = self._levels[0] * self._size
-        self._levels = [busy / _load(shape, self._size) for shape in SHAPES]
+        busy = self._levels[0] * self.last_samples
+        self._levels = [busy / _load(shape, self.last_samples) for shape in SHAPES]
         self._against = [0.0] * len(SHAPES)
 
     def _judge(self, errors: Sequence[float]) -> None:

@@ -34,37 +34,31 @@ class HeldRatios:
 
     Args:
         costs: time per unit of work of each rank, positive; used unsmoothed.
+
+    Attributes:
+        reference: rank that counts as the slowest; the lowest of equal ranks.
+        values: speed of each rank relative to the reference.
     """
 
-    __slots__ = ("_held", "_reference", "_values")
+    __slots__ = ("_held", "reference", "values")
 
     def __init__(self, costs: Sequence[float]) -> None:
-        self._reference = _slowest(costs)
-        self._values = [costs[self._reference] / cost for cost in costs]
+        self.reference = _slowest(costs)
+        self.values = [costs[self.reference] / cost for cost in costs]
         self._held = [1] * len(costs)
-
-    @property
-    def reference(self) -> int:
-        """Rank that counts as the slowest; the lowest of equal ranks."""
-        return self._reference
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """Speed of each rank relative to the reference."""
-        return tuple(self._values)
 
     def follow(self, costs: Sequence[float]) -> None:
         """Replaces ratios that left their dead zone; all have the same reference."""
         slowest = _slowest(costs)
-        if costs[slowest] > (1.0 + DOMINANCE_MARGIN) * costs[self._reference]:
-            self._reference = slowest
-        base = self._values[self._reference]
+        if costs[slowest] > (1.0 + DOMINANCE_MARGIN) * costs[self.reference]:
+            self.reference = slowest
+        base = self.values[self.reference]
         for rank, cost in enumerate(costs):
-            kept = self._values[rank] / base
-            measured = costs[self._reference] / cost
+            kept = self.values[rank] / base
+            measured = costs[self.reference] / cost
             band = max(DEAD_ZONE / math.sqrt(self._held[rank]), DEAD_ZONE_FLOOR)
             leaves = abs(measured - kept) > band * kept
-            self._values[rank] = measured if leaves else kept
+            self.values[rank] = measured if leaves else kept
             self._held[rank] = 1 if leaves else self._held[rank] + 1
 
 

@@ -122,6 +122,8 @@ class Policy(ABC):
     """Name of the policy in force."""
     cut = WHOLE_BATCHES
     """Cut of the epoch's batches."""
+    is_cut = False
+    """True if the policy itself ended the epoch before all was trained."""
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Stops granting work while newcomers wait (``wanted``), and resumes after."""
@@ -146,11 +148,6 @@ class Policy(ABC):
     def loss_limits(self) -> LossLimits:
         """Losses of ranks that would end the run now."""
         return LossLimits()
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the policy itself ended the epoch before all was trained."""
-        return False
 
     @property
     def is_outdated(self) -> bool:

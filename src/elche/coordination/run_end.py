@@ -49,8 +49,15 @@ class Deadline:
         self._ticked_s: float | None = None
 
     def since_s(self, epochs: Epochs | None) -> float | None:
-        """Returns the last message's time if ranks wait for others, else None."""
-        return self.last_message_s if self._is_waiting(epochs) else None
+        """Returns the last message's time if ranks wait for others, else None.
+
+        Between epochs ranks may be idle.
+        """
+        is_waiting = self._membership.is_joining or bool(self._barriers)
+        if epochs is not None:
+            is_waiting |= epochs.is_under_way or epochs.is_opening
+            is_waiting |= bool(epochs.ending.held)
+        return self.last_message_s if is_waiting else None
 
     def exceeded(self, epochs: Epochs | None, now_s: float) -> str:
         """Checks the deadline at a tick; returns the overdue wait as text, or ""."""
@@ -64,14 +71,6 @@ class Deadline:
         return (
             f"no message arrived for {self.timeout_s:g} s while the run was "
             f"{self.doing(epochs)}; raise timeout_s if a batch really takes so long"
-        )
-
-    def _is_waiting(self, epochs: Epochs | None) -> bool:
-        """True if any rank waits for another; between epochs ranks may be idle."""
-        if self._membership.is_joining or self._barriers:
-            return True
-        return epochs is not None and bool(
-            epochs.is_under_way or epochs.is_opening or epochs.ending.held
         )
 
     def doing(self, epochs: Epochs | None) -> str:

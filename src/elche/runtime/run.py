@@ -38,7 +38,6 @@ from elche.runtime.training import RunParts, Training
 from elche.runtime.user_collectives import UserCollectives
 from elche.runtime.watch.followed_schedulers import mean_of
 from elche.runtime.watch.observer import LoopObserver
-from elche.runtime.windows.parameter_sync import LocalSteps
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import refuse_state
 
@@ -92,7 +91,7 @@ class Run:
             training.optimizer,
             worker.group,
             worker.groups.side,
-            steps=LocalSteps(training.model, observer.optimizers),
+            optimizers=observer.optimizers,
             is_weighed=training.weights is not None,
             delayed=training.delayed,
             keeps_sums=welcome.survives and worker.group.devices is None,

@@ -189,7 +189,7 @@ class SingleRun:
                 "elche.setup samples_per_epoch"
             )
         self._resumed = EpochCourse.from_state(course)
-        self._resumed.rebase(self.progress_samples)
+        self._resumed.samples_before += self.progress_samples
         done = self._resumed.sizes.batches_in(-course["samples_before"])
         self.progress_steps = state["steps"] + done
 

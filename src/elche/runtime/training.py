@@ -91,35 +91,45 @@ class Pauses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetupConfig:
-    """Options of `elche.setup` and the `Trainer`, beside the objects to train.
+class TrainingOptions:
+    """Options of a rank's training, whatever is trained.
 
     Attributes:
         config: the run's settings.
         epochs: number of epochs of the run, if known.
+        micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
+            parts, as that of the `Trainer` does; a user's own loop must not.
+        copies: copies of the model that the loop updates (EMA).
+        is_default: the policy was not named.
+        delayed: takes the loop's steps one step late; only under ``sync``.
+    """
+
+    config: RunConfig
+    epochs: int | None = None
+    micro_batches: bool = False
+    copies: Sequence[nn.Module] = ()
+    is_default: bool = False
+    delayed: DelayedSteps | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetupConfig(TrainingOptions):
+    """Options of `elche.setup` and the `Trainer`, beside the objects to train.
+
+    Attributes:
         samples_per_epoch: epoch length of an IterableDataset; None for its ``len()``.
         weight_of: returns the weight of a batch; None: its samples.
-        micro_batches: as in `Training`.
         schedulers: schedulers that follow the run's progress in windows.
-        copies: as in `Training`.
-        is_default: the policy was not named.
         stops: request to end the loop, if there may be one.
-        delayed: as in `Training`.
 
     Raises:
         ConfigError: ``epochs`` is below 1, or a scheduler is not one of torch's.
     """
 
-    config: RunConfig
-    epochs: int | None = None
     samples_per_epoch: int | None = None
     weight_of: WeightOf | None = None
-    micro_batches: bool = False
     schedulers: Sequence[LRScheduler] = ()
-    copies: Sequence[nn.Module] = ()
-    is_default: bool = False
     stops: StopRequest | None = None
-    delayed: DelayedSteps | None = None
 
     def __post_init__(self) -> None:
         for scheduler in self.schedulers:
@@ -129,35 +139,22 @@ class SetupConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class Training(TrainingOptions):
     """Model, optimizer, data and options of this rank.
 
     Attributes:
-        config: the agreed settings.
         model: the model, equal on all ranks.
         optimizers: its optimizers passed to `elche.setup`, the main one first.
         loader: the user's loader.
         weights: weights of batches in means; None: their samples.
-        micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
-            parts, as that of the `Trainer` does; a user's own loop must not.
-        copies: copies of the model that the loop updates (EMA).
-        is_default: the policy was not named.
-        epochs: number of epochs of the run, if given.
         pauses: decides when an epoch is cut, and handles the cut.
-        delayed: takes the loop's steps one step late; only under ``sync``.
     """
 
-    config: RunConfig
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     loader: DataLoader[Any]
     weights: BatchWeights | None = None
-    micro_batches: bool = False
-    copies: Sequence[nn.Module] = ()
-    is_default: bool = False
-    epochs: int | None = None
     pauses: Pauses = field(default_factory=Pauses)
-    delayed: DelayedSteps | None = None
 
     @property
     def policy(self) -> str:

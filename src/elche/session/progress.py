@@ -14,7 +14,7 @@ from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.watch.followed_schedulers import check_scheduler
-from elche.runtime.watch.rate_watch import follows_progress
+from elche.runtime.watch.rate_watch import follows_progress, set_rate
 from elche.session.process import needed, process
 
 STATE_VERSION = 2
@@ -207,11 +207,7 @@ class ProgressLR:
             )
         for group in self._optimizer.param_groups:
             _keep_initial(group)
-            rate = group["initial_lr"] * factor
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_rate(group, group["initial_lr"] * factor)
         return factor
 
 

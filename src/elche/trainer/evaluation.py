@@ -228,7 +228,7 @@ def _speeds_of_rank_0(call: str) -> tuple[float, ...]:
 
 def _known_speeds() -> tuple[float, ...]:
     """Speeds in the last evaluation, else in training, else equal speeds."""
-    last = None if process.metrics is None else process.metrics.newest_epoch()
+    last = None if process.metrics is None else process.metrics.find(None)
     trained = () if last is None else last.rank_samples_per_s
     for speeds in (process.evaluation_speeds, trained):
         if len(speeds) == ranks.world_size():

@@ -55,7 +55,7 @@ def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
             is_none = step > lost_at + lag or is_first or (rank, step) in skipped
             part = (0, step, 0, 4 * rank, 4 * rank + 4)
             own.gradients(part, 0, is_finite=not is_none)
-            own.parameters(is_finite=step < stops_at)
+            own.is_finite = step < stops_at
             steps.take(report(rank, own, step))
         if step < stops_at:
             steps.check(0, range(ranks), is_last=False)
@@ -77,7 +77,7 @@ def test_what_an_epoch_leaves_to_the_next_is_the_fault_of_who_began_it() -> None
     numbers[1].gradients((2, 7, 0, 4, 8), 0, is_finite=False)
     for rank, own in enumerate(numbers):
         own.gradients((3, 0, 0, 4 * rank, 4 * rank + 4), 0, is_finite=False)
-        own.parameters(is_finite=False)
+        own.is_finite = False
         steps.take(report(rank, own, 0))
     with pytest.raises(
         NonFiniteError, match="rank 1's own, in step 7 of epoch 2"
@@ -89,7 +89,7 @@ def test_what_an_epoch_leaves_to_the_next_is_the_fault_of_who_began_it() -> None
 
 def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:
     lost, fine, steps = NonFiniteRecord(), NonFiniteRecord(), NonFiniteReports()
-    lost.parameters(is_finite=False)
+    lost.is_finite = False
     for step in range(PATIENCE_REPORTS):
         steps.check(0, (0, 1), is_last=False)
         steps.take(report(0, lost, step))

@@ -31,7 +31,7 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.step_groups import StepGroups
-from elche.runtime.watch.model_sums import checksum
+from elche.runtime.watch.model_sums import ModelSums
 from tests.distributed.cases.counting import Indices, log_batch, rows_of
 from tests.distributed.cases.deaths import Death, Visits, before, die, plan_death
 from tests.distributed.cases.tasks import state_of
@@ -512,6 +512,7 @@ def leave_after(loop: Loop) -> list[tuple[int, int, str]]:
                 world_size = elche.world_size()
                 break
         samples = elche.epoch_metrics().samples
-        found.append((samples, int(elche.progress_samples()), checksum(model)))
+        checks = ModelSums(model.named_parameters()).whole()
+        found.append((samples, int(elche.progress_samples()), checks))
     elche.shutdown()
     return found

@@ -228,7 +228,6 @@ def common_steps(group: Any, rate: float, factor: float) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     buffers = WindowBuffers(model, group)
     sync = GradientSync([*model], optimizer, GradientWindow([*model], group), buffers)
-    sync.attach()
     sync.begin_batch(2.0)
     (factor * model[0]).sum().backward()
     sync.batch_done()
@@ -255,7 +254,8 @@ def test_a_step_has_the_mean_rate_of_the_ranks_that_count(
 def test_a_rank_whose_update_is_discarded_begins_anew_from_a_copied_result(
     lacks: bool,
 ) -> None:
-    sync = ParameterSync(Mock(is_finite=False), steps := Mock(), None)
+    model, optimizers = nn.Linear(1, 1), Mock(return_value=[])
+    sync = ParameterSync(Mock(is_finite=False), model, optimizers, None)
     assert not sync.close(begins=False)
     sync.copy_result(Mock(), 0, plan(), lacks=lacks, keeps=False)
-    assert steps.forget_states.called == lacks
+    assert optimizers.called == lacks

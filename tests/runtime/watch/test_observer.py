@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.training import Training
 from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.watch.rate_watch import follows_progress
-from elche.runtime.windows.parameter_sync import LocalSteps
+from elche.runtime.windows.parameter_sync import ParameterSync
+from tests.comm.plans import plan
 
 
 class Loop:
@@ -97,7 +99,8 @@ def test_nobody_joins_steps_that_do_not_come_after_every_batch(loop: Loop) -> No
 
 
 def test_a_lost_update_takes_all_optimizers_back(loop: Loop) -> None:
-    steps = LocalSteps(loop.model, loop.observer.optimizers)
+    lost = Mock(is_finite=False)
+    sync = ParameterSync(lost, loop.model, loop.observer.optimizers, None)
     loop.observer.guard.synchroniser = None  # it would refuse what was not reduced
     loop.model(torch.ones(4, 3)).sum().backward()
     for parameter in loop.model[1].parameters():
@@ -105,7 +108,9 @@ def test_a_lost_update_takes_all_optimizers_back(loop: Loop) -> None:
     for each in (loop.first, loop.second):
         each.step()
     assert loop.second.state
-    steps.forget_states()
+    sync.close(begins=False)
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    sync.reduce(plan())
     assert not loop.first.state
     assert not loop.second.state
 

@@ -71,11 +71,6 @@ class EpochLedger:
         waiting = [[*h.trained, *h.closed, *h.staged] for h in held]
         return sum(map(self._samples_in, [self._committed, *waiting]))
 
-    @property
-    def is_done(self) -> bool:
-        """True if nothing is pooled, leased or waiting for a commit."""
-        return not self._pool and not any(h.all for h in self._holdings.values())
-
     def leased(self, holder: int) -> int:
         """Returns the number of batches leased to a holder and not trained on yet."""
         return count_batches(self._holdings[holder].leased)

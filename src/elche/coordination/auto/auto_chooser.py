@@ -229,7 +229,7 @@ class AutoChooser(MeasuredSteps):
         sync = self._sync
         if self._wants_windows and not sync.exclusion.is_on:
             self._phase = _Phase.LEAVING
-            sync.cut_short()
+            sync.is_cut = True
         elif self._phase is _Phase.MEASURING:
             self._phase = _Phase.STEPS
             return self._exclude()

@@ -25,6 +25,7 @@ from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.step_reports import STALE, UNEVEN
 from elche.coordination.sync.step_shares import StepShares
+from elche.errors import named_ranks
 
 LEAST_GAIN = 0.1
 """Least cut of step time, as a fraction, for which a rank is excluded."""
@@ -88,9 +89,9 @@ class _Exclusion:
     def __str__(self) -> str:
         them = "it" if len(self.ranks) == 1 else "them"
         return (
-            f"{_named(self.ranks)} excluded: steps of {1e3 * self.with_s:.3g} ms take "
-            f"{1e3 * self.without_s:.3g} ms without {them} ({self.gain:.2f} times as "
-            f"fast); the model is copied to {them} at the end of every epoch"
+            f"{named_ranks(self.ranks)} excluded: steps of {1e3 * self.with_s:.3g} ms "
+            f"take {1e3 * self.without_s:.3g} ms without {them} ({self.gain:.2f} times "
+            f"as fast); the model is copied to {them} at the end of every epoch"
         )
 
 
@@ -282,9 +283,8 @@ class ExcludedRanks:
             self._enter(_Phase.MEASURING)
             self._announced, gain = (), before.without_s / step_s
             takes = "takes" if len(before.ranks) == 1 else "take"
-            line = (
-                f"{_named(before.ranks)} {takes} part again: {gain:.2f} times as fast"
-            )
+            who = named_ranks(before.ranks)
+            line = f"{who} {takes} part again: {gain:.2f} times as fast"
             return self._announce(line) if gain > 1.0 else []
         agreed = self._agreed = found if self._suspects is not None else None
         self._suspects = found
@@ -331,7 +331,7 @@ class ExcludedRanks:
         why = self._kept or "this rank is never excluded; start it on a faster device"
         return self._announce(
             f"steps are predicted to be {found.gain:.2f} times as fast without "
-            f"{_named(found.ranks)}, but all keep a share: {why}"
+            f"{named_ranks(found.ranks)}, but all keep a share: {why}"
         )
 
     @property
@@ -405,8 +405,3 @@ class ExcludedRanks:
         """Returns a notification with a log line; the exclusion is unchanged."""
         rank, epoch = self._first, self._epoch
         return [LeaveOut(rank=rank, epoch=epoch, left_out=self.ranks, reason=reason)]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

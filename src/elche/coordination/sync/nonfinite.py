@@ -65,10 +65,6 @@ class NonFiniteRecord:
         if part[:2] > (epoch, step + self._lag_steps) or not self._lag_steps:
             self._broken.pop(parameter, None)
 
-    def parameters(self, *, is_finite: bool) -> None:
-        """Records whether the parameters are finite after a step."""
-        self.is_finite = is_finite
-
 
 @final
 class NonFiniteReports:

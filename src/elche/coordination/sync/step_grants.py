@@ -263,7 +263,7 @@ class StepGrants:
         """Grants steps until the loaders' horizon and two grants are covered."""
         replies: list[GrantBatches] = []
         exclusion = self._exclusion
-        self._guesses &= self._step_s == math.inf or not self._shares.is_warm
+        self._guesses &= self._step_s == math.inf or not self._shares.balancer.is_warm
         is_single = self.is_single or self._guesses or exclusion.is_trying
         steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         steps = 1 if is_single else steps

@@ -24,6 +24,7 @@ class StepShares:
 
     Attributes:
         is_fixed: whether shares ignore measured times.
+        balancer: sizes the shares; its ranks are the members in order.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class StepShares:
         self._keeps_columns = config.shares == "fixed"
         self._first: tuple[int, ...] = ()
         self._min_share_samples = settings.min_share_samples
-        self._balancer = self._balanced(config.speed_hints)
+        self.balancer = self._balanced(config.speed_hints)
         self._steps = 0
 
     def of(self, samples: int, world_size: int) -> tuple[int, ...]:
         """Returns each rank's samples in a step of ``samples``, 0 for lost ranks."""
-        sizes = self._balancer.sizes(samples)
+        sizes = self.balancer.sizes(samples)
         if self._keeps_columns:
             first = self._first = self._first or sizes
             if samples < sum(first):
@@ -63,7 +64,7 @@ class StepShares:
             world_size: highest rank plus one.
             granted: number of steps that are granted and not measured yet.
         """
-        sizes = self._balancer.trial(samples, self._steps)
+        sizes = self.balancer.trial(samples, self._steps)
         if sizes is None:
             return None
         self._steps = -granted  # the next trial comes after this one is measured
@@ -86,13 +87,8 @@ class StepShares:
             if place is not None:
                 samples[place] = report.samples // steps
                 busy_s[place] = report.busy_s / steps
-        self._balancer.report(samples, busy_s)
+        self.balancer.report(samples, busy_s)
         self._steps += steps
-
-    @property
-    def is_warm(self) -> bool:
-        """True if no member's measurements may all be of its warm-up."""
-        return self._balancer.is_warm
 
     def limit(self, rank: int, samples: int) -> None:
         """Limits a rank's later shares to what its device turned out to hold.
@@ -105,15 +101,15 @@ class StepShares:
             return
         self._caps[rank] = samples
         if not self.is_fixed:
-            self._balancer.limit(self._places[rank], samples)
+            self.balancer.limit(self._places[rank], samples)
 
     def assign_least(self, ranks: Iterable[int]) -> None:
         """Assigns these ranks the least share of later steps."""
-        self._balancer.assign_least([self._places[rank] for rank in ranks])
+        self.balancer.assign_least([self._places[rank] for rank in ranks])
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Assigns these ranks no share from now on, and all others one."""
-        self._balancer.exclude([self._places[rank] for rank in ranks])
+        self.balancer.exclude([self._places[rank] for rank in ranks])
 
     def step_s(self, samples: int, excluded: Iterable[int]) -> float:
         """Predicts the time (s) of a step without these ranks and the reduction.
@@ -121,26 +117,26 @@ class StepShares:
         Infinite if the other devices cannot hold the batch.
         """
         places = [self._places[rank] for rank in excluded]
-        return self._balancer.step_s(samples, places)
+        return self.balancer.step_s(samples, places)
 
     def least_s(self, samples: int) -> dict[int, float]:
         """Predicts the time (s) of each rank's least share."""
-        return dict(zip(self._places, self._balancer.least_s(samples), strict=True))
+        return dict(zip(self._places, self.balancer.least_s(samples), strict=True))
 
     def follow(self, ranks: Iterable[int]) -> None:
         """Adopts new members; a new rank is assumed of average speed."""
-        costs = self._balancer.costs_s()
+        costs = self.balancer.costs_s()
         speeds = {
             rank: 1.0 / cost for rank, cost in zip(self._places, costs, strict=True)
         }
         usual = sum(speeds.values()) / len(speeds)
-        used = dict(zip(self._places, self._balancer.used_sizes, strict=True))
+        used = dict(zip(self._places, self.balancer.used_sizes, strict=True))
         self._places = _places(ranks)
         self._first = ()
-        self._balancer = self._balanced(
+        self.balancer = self._balanced(
             [speeds.get(rank, usual) for rank in self._places]
         )
-        self._balancer.reuse([used.get(rank, ()) for rank in self._places])
+        self.balancer.reuse([used.get(rank, ()) for rank in self._places])
 
     def _balanced(self, hints: SpeedHints) -> Balancer:
         return Balancer(

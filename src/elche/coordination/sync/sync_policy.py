@@ -51,6 +51,7 @@ class SyncPolicy(Policy):
         shares: the members' shares of each step.
         exclusion: members excluded from steps.
         grants: the steps of the epoch.
+        is_cut: this part of the epoch ends after its granted steps.
     """
 
     watch: Callable[[Sequence[StepsDone], int], list[Instruction]] | None = None
@@ -74,7 +75,7 @@ class SyncPolicy(Policy):
     def _begin(self, epoch: int, now_s: float) -> None:
         """Resets the state for an epoch."""
         self._epoch = epoch
-        self._is_paused = self._is_cut = False
+        self._is_paused = self.is_cut = False
         self._handover = ModelHandover(epoch)
         self._totals = EpochTotals(epoch, self.grants.world_size, now_s)
         self._checks = ModelChecks(f"after step {{at}} of epoch {epoch}")
@@ -104,7 +105,7 @@ class SyncPolicy(Policy):
                 is_late = event.epoch != self._epoch
                 return Outcome([] if is_late else self._left.begun(event, self._active))
             case EpochCut():
-                self._is_cut = True
+                self.is_cut = True
             case ModelUpdated():
                 self._adopted(event)
             case StepsDone():
@@ -124,14 +125,14 @@ class SyncPolicy(Policy):
             return self._end_early(outcome, now_s)
         exclusion = self.exclusion
         if exclusion.is_trial_due:
-            self.cut_short()
+            self.is_cut = True
         copies = grants.ungranted or exclusion.final or exclusion.is_uneven
         if exclusion.is_leaving and self.is_drained and copies:
             outcome.instructions += exclusion.leave()
             self._handover.behind.update(exclusion.ranks)
         outcome.instructions += self._top_up()
         is_done = not (grants or grants.ungranted)
-        is_over = is_done or (self._is_cut and self.is_drained)
+        is_over = is_done or (self.is_cut and self.is_drained)
         if is_over and not self._is_carrying(outcome):
             self._end(outcome, now_s)
         return outcome
@@ -161,11 +162,6 @@ class SyncPolicy(Policy):
         return tuple(joined([*self.grants.positions_left, *self._returned]))
 
     @property
-    def is_cut(self) -> bool:
-        """True if the epoch ends with some of it left."""
-        return self._is_cut
-
-    @property
     def steps_left(self) -> int:
         """Steps that were not run because ranks have died; else 0."""
         return max(1, self.grants.ungranted) if self._lost else 0
@@ -186,10 +182,6 @@ class SyncPolicy(Policy):
         """True if all ranks have run every granted step, and none has left early."""
         busy = self.grants or self._is_paused or self._handover.adopting
         return not (busy or self._left)
-
-    def cut_short(self) -> None:
-        """Ends this part of the epoch after its granted steps."""
-        self._is_cut = True
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """Grants no steps while ``wanted``, so that the ranks become idle."""
@@ -228,7 +220,7 @@ class SyncPolicy(Policy):
         self._is_paused = False
         self._left = EarlyEnd(self._policy)
         self.grants.settle(max(reduced.values()) + 1, self._lost)
-        self._is_cut = True
+        self.is_cut = True
         self._handover.await_steps(self._members.keys())
         return self._advance(now_s)
 
@@ -328,7 +320,7 @@ class SyncPolicy(Policy):
     def _top_up(self) -> list[GrantBatches]:
         """Grants more steps, or an empty grant to loops that would wait in vain."""
         holds = self._makes_room or self._is_paused
-        if not (holds or self._is_cut or self._left):
+        if not (holds or self.is_cut or self._left):
             return self.grants.top_up(self._active)
         return [] if self._lost else self.grants.grant_nothing(self._active)
 

@@ -96,10 +96,6 @@ class EpochCourse:
             None if self._is_whole else self._rest.left,
         )
 
-    def rebase(self, samples: int) -> None:
-        """Adds an offset to the run's count of samples."""
-        self.samples_before += samples
-
     @property
     def open_samples(self) -> int:
         """Samples of batches with a pending backward pass: not in the model yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -317,7 +317,7 @@ class EpochExecution:
         return EpochHooks(
             on_error=self._keep_error,
             check=self._check,
-            scalars=observer.drain_scalars,
+            scalars=observer.scalars,
             parameter_norm=self._synchroniser.parameter_norm,
             left_with=lambda: (self.sums.whole(), observer.guard.stepped),
             drain=(lambda: None) if delayed is None else delayed.drain,
@@ -330,14 +330,11 @@ class EpochExecution:
             steps=opening.steps,
         )
 
-    @property
-    def _check(self) -> Callable[[], None]:
-        """Check that refuses changes inside an epoch that elche cannot follow."""
-        is_sync = self._training.config.policy == "sync"
-        return self._synchroniser.check if is_sync else self._check_rates
-
-    def _check_rates(self) -> None:
+    def _check(self) -> None:
+        """Refuses changes inside an epoch that elche cannot follow."""
         self._synchroniser.check()
+        if self._training.config.policy == "sync":
+            return
         self._observer.schedulers.check(self._observer.optimizers())
         if self._synchroniser.reducer is None:
             self._ask_for_cut()  # also on a rank without batches

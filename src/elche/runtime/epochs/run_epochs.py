@@ -158,7 +158,7 @@ class RunEpochs:
         self._resumed = None if course is None else EpochCourse.from_state(course)
         self.samples_before = counted
         if self._resumed is not None:
-            self._resumed.rebase(counted)
+            self._resumed.samples_before += counted
         self.opening.epoch = state["next"] - 1
         self._is_resumed = True
         self._observer.schedulers.load_state_dict(state["schedules"])

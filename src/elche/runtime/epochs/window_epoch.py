@@ -255,7 +255,7 @@ class WindowEpoch:
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
                 has_moved=self._sync.has_moved,
-                scalars=self._hooks.scalars(waits),
+                scalars=self._hooks.scalars.drain(final=waits),
                 weight=self._weight,
                 periods=self._hooks.schedulers.periods(),
                 copies=self._hooks.copies.closed(is_finite=is_finite),

@@ -39,6 +39,7 @@ from elche.errors import (
     ProtocolError,
     RankLostError,
     RemoteRankError,
+    named_ranks,
 )
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.heartbeat import Heartbeat
@@ -179,22 +180,16 @@ class Worker:
             if not self._is_notification(instruction):
                 handle(instruction)
 
-    def receive(
-        self,
-        handle: Callable[[Instruction], None],
-        waiting_for: str,
-        most_s: float | None = None,
-    ) -> None:
-        """Waits for one instruction, at most ``most_s``, and handles it."""
-        timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
-        instruction = self._receive(timeout_s, waiting_for)
+    def receive(self, handle: Callable[[Instruction], None], waiting_for: str) -> None:
+        """Waits for one instruction, and handles it."""
+        instruction = self._receive(waiting_for)
         if not self._is_notification(instruction):
             handle(instruction)
 
-    def _receive(self, timeout_s: float, waiting_for: str) -> Instruction:
+    def _receive(self, waiting_for: str) -> Instruction:
         if self._heartbeat is not None:
             self._heartbeat.waits()
-        instruction = self._channel.receive(timeout_s, waiting_for)
+        instruction = self._channel.receive(self.timeout_s, waiting_for)
         if self._heartbeat is not None:
             self._heartbeat.seen()
         return instruction
@@ -219,7 +214,7 @@ class Worker:
         an error.
         """
         while True:
-            instruction = self._receive(self.timeout_s, waiting_for)
+            instruction = self._receive(waiting_for)
             if isinstance(instruction, Regroup) and self.on_regroup is not None:
                 self.note_regroup(instruction)
                 self.on_regroup()
@@ -331,9 +326,8 @@ class Worker:
 
 
 def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
-    ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
     return RankLostError(
-        f"rank {own}: {ranks} died where the others cannot recover (in "
+        f"rank {own}: {named_ranks(left)} died where the others cannot recover (in "
         "elche.all_gather inside an epoch, or while copies of the model are "
         "averaged); restart the run from its last checkpoint (--max-restarts)"
     )

@@ -70,10 +70,6 @@ class MetricsView:
                 taken.append(self.notifications.window_metrics.popleft())
         return taken
 
-    def newest_epoch(self) -> EpochMetrics | None:
-        """Metrics of the last finished epoch, if any."""
-        return self._find(None)
-
     def epoch(self, epoch: int | None, timeout_s: float | None) -> EpochMetrics:
         """Waits for an epoch's metrics; None returns those of the last epoch.
 
@@ -88,7 +84,7 @@ class MetricsView:
         is_training = threading.current_thread() is self._training
         while True:
             is_over = self._ended.is_set() or not self._training.is_alive()
-            found = self._find(epoch)
+            found = self.find(epoch)
             if found is not None:
                 return found
             if is_over:
@@ -110,7 +106,8 @@ class MetricsView:
         self._ended.set()
         self._source = None
 
-    def _find(self, epoch: int | None) -> EpochMetrics | None:
+    def find(self, epoch: int | None) -> EpochMetrics | None:
+        """Metrics of an epoch, of the last one for None; None if it has not ended."""
         kept = list(self.notifications.epoch_metrics)
         for metrics in reversed(kept):
             if epoch in (None, metrics.epoch):

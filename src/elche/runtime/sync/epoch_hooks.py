@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elche.coordination.protocol.messages import CheckRows, Scalars
+from elche.coordination.protocol.messages import CheckRows
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.errors import ElcheError
+from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.sync.step_groups import StepGroups
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph
@@ -23,7 +24,7 @@ class EpochHooks:
     Attributes:
         on_error: receives an error that a `break` cannot raise.
         check: called at the end of every window; raises if the run cannot continue.
-        scalars: returns scalars logged since the last call; True waits for all.
+        scalars: log of the loop's scalars.
         parameter_norm: returns the trained parameters' L2 norm; waits for the device.
         left_with: returns checks of the whole model, and optimizer steps so far.
         drain: takes the pending step, with all ranks.
@@ -35,7 +36,7 @@ class EpochHooks:
 
     on_error: Callable[[ElcheError], None]
     check: Callable[[], None]
-    scalars: Callable[[bool], Scalars]
+    scalars: ScalarLog
     parameter_norm: Callable[[], float]
     left_with: Callable[[], tuple[CheckRows, int]]
     drain: Callable[[], None]

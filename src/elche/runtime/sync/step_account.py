@@ -167,7 +167,7 @@ class StepAccount(StepReports):
             pass_steps=passes[1],
             max_samples=self._worker.max_samples,
             parameter_norm=hooks.parameter_norm() if sends_norm else 0.0,
-            scalars=hooks.scalars(is_last),
+            scalars=hooks.scalars.drain(final=is_last),
             unknown=EARLY if is_live else hooks.steps.unknown(),
             checks=checks,
         )
@@ -191,7 +191,7 @@ class StepAccount(StepReports):
         left = self.left(
             0 if current is None else current.step + 1,
             cost,
-            self._hooks.scalars(True),
+            self._hooks.scalars.drain(final=True),
             passes=reducer.backward_passes,
             apart=apart,
             checks=checks,

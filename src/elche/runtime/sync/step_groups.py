@@ -30,7 +30,7 @@ from elche.runtime.sync.resume_sync import (
 )
 from elche.runtime.training import Training
 from elche.runtime.watch.observer import LoopObserver
-from elche.runtime.windows.regrouping import WHAT, Regrouping
+from elche.runtime.windows.regrouping import Regrouping, gathered
 from elche.runtime.windows.synchroniser import Synchroniser
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class StepGroups:
         lost: ranks that have died in the current part of the epoch.
         is_apart: some living ranks are excluded from steps.
         late_error: this rank's loop left an epoch and cannot begin the next one.
+        unknown: returns state of this rank that cannot be copied to another, or "".
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StepGroups:
         self.lost = LostRanks()
         self.is_apart = False
         self.late_error: ConfigError | None = None
+        self.unknown = observer.uncarried
 
     @property
     def has_lost(self) -> bool:
@@ -130,10 +132,6 @@ class StepGroups:
                 f"{self._apart} are excluded from steps; call it between epochs, or "
                 "keep all ranks with leave_out=False"
             )
-
-    def unknown(self) -> str:
-        """State of this rank that cannot be copied to another; "" if there is none."""
-        return self._observer.uncarried()
 
     def adopt(self, source: int, epoch: int) -> None:
         """Adopts the model and optimizers of one rank, with all ranks.
@@ -195,12 +193,9 @@ class StepGroups:
         Raises:
             RankLostError: another rank has died; to be called again.
         """
-        rows = torch.zeros(group.world_size, 4, dtype=torch.int64, device="cpu")
         if self._worker.rank in self._excluded:
             place = APART
-        rows[group.rank] = torch.tensor((*place, self._is_new), device="cpu")
-        group.all_reduce(rows, WHAT)
-        *columns, are_new = rows.T.tolist()
+        *columns, are_new = gathered(group, *place, self._is_new)
         if any(are_new):
             self._is_new = True
             self.rebuild_with_all(group)

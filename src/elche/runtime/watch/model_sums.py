@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias, final
 
 import torch
-from torch import nn
 
 from elche.coordination.accounts.model_checks import (
     EVERY_STEPS,
@@ -106,12 +105,6 @@ class ModelSums:
         for turn in range(len(self._slices)):
             self.begin(turn, turn)
         return self.take(len(self._slices))
-
-
-def checksum(model: nn.Module) -> str:
-    """Checksum of the bits of all parameters."""
-    rows = ModelSums(model.named_parameters()).whole()
-    return "-".join(f"{row[3]:x}" for row in rows)
 
 
 def kind_of(device: torch.device) -> str:

@@ -95,7 +95,7 @@ class NonFiniteWatch:
             seen, readback = self._under_way.pop(0)
             for of, value in zip(seen, readback.values(), strict=False):
                 if of is None:
-                    self._record.parameters(is_finite=not math.isnan(value))
+                    self._record.is_finite = not math.isnan(value)
                 else:
                     is_finite = math.isfinite(value)
                     self._record.gradients(*of, is_finite=is_finite)

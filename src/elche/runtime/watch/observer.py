@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.coordination.accounts.step_count import StepCount
-from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.step_reports import (
     RATE_MOVES,
     SCALED,
@@ -57,6 +56,7 @@ class LoopObserver:
         mean: returns the mean of a number over all ranks; a collective.
 
     Attributes:
+        scalars: log of the loop's scalars.
         guard: check of every optimizer step, where ranks reduce.
         optimizers: returns those that step the model, the given ones first.
         steps: count of the run's steps.
@@ -81,7 +81,7 @@ class LoopObserver:
             refuses_sums=is_mean,
             is_on=is_mean and training.weights is None,
         )
-        self._scalars = scalars = notifications.scalars
+        self.scalars = notifications.scalars
         self._steps_seen = self.unstepped = 0
         self._passed: Any = None
         self._is_uneven = False
@@ -89,7 +89,7 @@ class LoopObserver:
         self.steps = StepCount()
         self.guard = StepGuard(self._model, training.optimizers, self.steps)
         self.optimizers = self.guard.optimizers
-        self.scaler = ScalerWatch(training.optimizer, scalars)
+        self.scaler = ScalerWatch(training.optimizer, self.scalars)
         self.copies = ModelCopies(self._model, training.copies)
         self.graphs = LiveGraph(self._model)
         self.schedulers = FollowedSchedulers(config.policy, mean, self.steps)
@@ -193,10 +193,6 @@ class LoopObserver:
         if self.schedulers.rates.has_moved(optimizers):
             return RATE_MOVES
         return SCALED if self.scaler.has_scaler else ""
-
-    def drain_scalars(self, final: bool) -> Scalars:
-        """Scalars logged since the last call; True waits for all."""
-        return self._scalars.drain(final=final)
 
     def detach(self) -> None:
         """Removes every hook: no other epoch follows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -25,6 +25,14 @@ def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """True if a scheduler of torch's has been made for an optimizer."""
     groups = optimizer.param_groups
     return "step" in vars(optimizer) and any("initial_lr" in each for each in groups)
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Sets the learning rate of a parameter group, in place where it is a tensor."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 @final

@@ -22,6 +22,7 @@ from elche.coordination.protocol.instructions import Reduce
 from elche.devices.streams import refuse_capture
 from elche.errors import CommunicationError, ConfigError, RankLostError
 from elche.runtime.sync.resume_sync import take_step
+from elche.runtime.watch.rate_watch import set_rate
 from elche.runtime.windows.window_sync import WindowSync
 from elche.torch_internals.held import foreach_mul_
 from elche.torch_internals.passes import graph_task_id
@@ -74,9 +75,6 @@ class GradientSync(WindowSync):
         self._holds = True  # until a batch begins: what comes is the script's own
         self._has_ended = False
         self._hooks = GradientHooks(self._parameters)
-
-    def attach(self) -> None:
-        """Watches for gradients."""
         self._hooks.attach(self._on_gradient)
 
     @override
@@ -251,7 +249,4 @@ class GradientSync(WindowSync):
 
     def _set_rates(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_rate(group, rate)

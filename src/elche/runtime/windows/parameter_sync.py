@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -12,7 +11,7 @@ from typing_extensions import override
 
 from elche.comm.averaging.averaging import Averager, ParameterAverager
 from elche.comm.averaging.consensus_distance import SyncResult
-from elche.comm.averaging.optimizer_state import forget_state
+from elche.comm.averaging.optimizer_state import Optimizers, forget_state
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.transport.process_group import Group
@@ -20,40 +19,13 @@ from elche.coordination.protocol.instructions import Reduce
 from elche.runtime.windows.window_sync import WindowSync
 
 
-@final
-class LocalSteps:
-    """State that this rank's own steps leave beside its parameters.
-
-    Args:
-        model: the model.
-        optimizers: returns its optimizers, the one given to `elche.setup` first.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Callable[[], list[torch.optim.Optimizer]],
-    ) -> None:
-        self._model = model
-        self.optimizers = optimizers
-
-    def forget_states(self) -> None:
-        """Resets optimizers to their state before the first step."""
-        for optimizer in self.optimizers():
-            forget_state(optimizer)
-
-    def drop_gradients(self) -> None:
-        """Drops gradients that wait for a step."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
-
-
 class AveragedSync(WindowSync):
     """Base of parameter averaging: weighs this rank's parameter delta.
 
     Args:
         averager: averages parameters.
-        steps: this rank's local steps; a non-finite update resets optimizer state.
+        model: the model; a non-finite update drops its gradients,
+        optimizers: and resets the state of these.
         own_factor: factor on the gradients of a batch, if the user weighs batches
             (weight 0 adds none) or losses are sums; else None.
         is_sum: losses are sums over a batch. A local batch's gradients are scaled by
@@ -64,7 +36,8 @@ class AveragedSync(WindowSync):
     def __init__(
         self,
         averager: Averager,
-        steps: LocalSteps,
+        model: nn.Module,
+        optimizers: Optimizers,
         own_factor: GradientFactor | None,
         *,
         is_sum: bool = False,
@@ -73,7 +46,7 @@ class AveragedSync(WindowSync):
         self._is_sum = is_sum
         self.weighs_gradients = own_factor is not None
         self._averager = averager
-        self._steps = steps
+        self._model, self._optimizers = model, optimizers
         self._was_finite = True
         self._is_diverged = False
         self._weight = self._current = 0.0
@@ -141,7 +114,8 @@ class AveragedSync(WindowSync):
     def _reset_diverged(self) -> None:
         """Resets optimizers of a diverged rank, after it has adopted the result."""
         if not self._was_finite:
-            self._steps.forget_states()
+            for optimizer in self._optimizers():
+                forget_state(optimizer)
 
     def close(self, *, begins: bool) -> bool:
         """Ends the window; drops the gradients of a discarded update too."""
@@ -149,7 +123,8 @@ class AveragedSync(WindowSync):
         self._was_finite = self._take(self._weight, begins=begins)
         self._weight = 0.0
         if not self._was_finite:
-            self._steps.drop_gradients()
+            for parameter in self._model.parameters():
+                parameter.grad = None
         self._is_diverged = not (self._was_finite and self.has_moved)
         return self._was_finite
 

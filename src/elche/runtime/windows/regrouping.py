@@ -9,7 +9,7 @@ the state of a member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -17,7 +17,7 @@ import torch
 
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
-from elche.errors import CommunicationError, ProtocolError
+from elche.errors import CommunicationError, ProtocolError, named_ranks
 from elche.runtime.data.sample_order import SampleOrder
 from elche.runtime.process.worker import Worker
 from elche.runtime.report.notifications import RunNotifications
@@ -98,7 +98,7 @@ class Regrouping:
         if sync is None:
             raise ProtocolError(f"rank {worker.rank}: a new group outside windows")
         lacks = last is not None and last.lacks
-        lack, hold = _gathered(group, lacks, last is not None and not lacks)
+        lack, hold = gathered(group, lacks, last is not None and not lacks)
         if any(lack) and any(hold):
             if last is None:
                 raise ProtocolError(f"rank {worker.rank} has no plan of a reduction")
@@ -120,7 +120,7 @@ class Regrouping:
         worker, order = self._worker, self._order
         worker.regroup()
         group, has_keys = worker.group, order.keys is not None
-        lack_keys, have_keys, are_new, are_building, share = _gathered(
+        lack_keys, have_keys, are_new, are_building, share = gathered(
             group,
             *(wants_keys and not has_keys, has_keys, worker.is_new),
             *(self.is_building, worker.groups.can_share),
@@ -149,29 +149,24 @@ class Regrouping:
         self._logged = now
         if self._worker.place:
             return
-        emit = self._notifications.emit
+        emit, with_all = self._notifications.emit, f"continuing with {named_ranks(now)}"
         if new:
-            emit(f"elche: {_named(new)} joined: continuing with {_named(now)}")
+            emit(f"elche: {named_ranks(new)} joined: {with_all}")
         if dead := [rank for rank in gone if rank in self._worker.dead]:
             emit(
-                f"elche: {_named(dead)} died: continuing with {_named(now)}; "
-                "uncommitted batches are trained again"
+                f"elche: {named_ranks(dead)} died: {with_all}; uncommitted batches are "
+                "trained again"
             )
         if left := [rank for rank in gone if rank not in dead]:
-            emit(f"elche: {_named(left)} left: continuing with {_named(now)}")
+            emit(f"elche: {named_ranks(left)} left: {with_all}")
         if len(now) < self._min_ranks:
             emit(f"elche: pausing until {self._min_ranks} ranks are there")
 
 
-def _gathered(group: Group, *mine: bool) -> list[list[int]]:
-    """Gathers these values of all ranks."""
+def gathered(group: Group, *mine: int) -> list[list[int]]:
+    """Gathers these values of all ranks: a list of each, in the order of ranks."""
     rows = torch.zeros(group.world_size, len(mine), dtype=torch.int64, device="cpu")
     rows[group.rank] = torch.tensor(mine, device="cpu")
     group.all_reduce(rows, WHAT)
     found: list[list[int]] = rows.T.tolist()
     return found
-
-
-def _named(ranks: Sequence[int]) -> str:
-    kind = "rank" if len(ranks) == 1 else "ranks"
-    return f"{kind} {', '.join(map(str, ranks))}"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.averaging.optimizer_state import Optimizers
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
@@ -30,11 +31,7 @@ from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.runtime.windows.parameter_sync import (
-    LocalSteps,
-    OverlappedSync,
-    ParameterSync,
-)
+from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
 from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
@@ -49,7 +46,7 @@ class Synchroniser:
         optimizer: its optimizer.
         group: the process group.
         side_group: forms another group, for SyncBatchNorm inside the backward pass.
-        steps: this rank's local steps, between two reductions.
+        optimizers: returns the optimizers that step the model, the main one first.
         is_weighed: the user's function weighs each rank's part of a step.
         delayed: takes steps one step late, under ``sync``.
         keeps_sums: ranks may die, and the others continue.
@@ -71,12 +68,12 @@ class Synchroniser:
         group: Group,
         side_group: Callable[[], Group],
         *,
-        steps: LocalSteps,
+        optimizers: Optimizers,
         is_weighed: bool = False,
         delayed: DelayedSteps | None = None,
         keeps_sums: bool = False,
     ) -> None:
-        self._steps, self._delayed = steps, delayed
+        self._optimizers, self._delayed = optimizers, delayed
         self._keeps_sums, self._is_weighed = keeps_sums, is_weighed
         self._config = config
         self._model = model
@@ -148,7 +145,7 @@ class Synchroniser:
             window = GradientWindow(parameters, group)
             buffers = WindowBuffers(self._model, group)
             buffers.agree()
-            sync = GradientSync(
+            return GradientSync(
                 parameters,
                 self._optimizer,
                 window,
@@ -156,15 +153,13 @@ class Synchroniser:
                 max_grad_norm=config.windows.max_grad_norm,
                 is_sum=is_sum,
             )
-            sync.attach()
-            return sync
         warn_of_codec(group, config.codec)
         form = OverlappedAverager if config.policy == "async" else ParameterAverager
         outer = config.windows.outer
         averager = form(
             parameters,
             self._model,
-            self._steps.optimizers,
+            self._optimizers,
             group,
             codec=config.codec,
             momentum=None if outer.optimizer == "average" else outer.momentum,
@@ -174,9 +169,9 @@ class Synchroniser:
         if self._is_weighed or is_sum:
             own_factor = GradientFactor(parameters)
             own_factor.attach()
-        if isinstance(averager, OverlappedAverager):
-            return OverlappedSync(averager, self._steps, own_factor, is_sum=is_sum)
-        return ParameterSync(averager, self._steps, own_factor, is_sum=is_sum)
+        kind = OverlappedSync if config.policy == "async" else ParameterSync
+        local = self._model, self._optimizers, own_factor
+        return kind(averager, *local, is_sum=is_sum)
 
     def build_alone(self, policy: str) -> None:
         """Builds the others' reducers on a rank that is to join."""

@@ -39,6 +39,7 @@ from elche.coordination.membership import (
 from elche.coordination.policy import Member, PolicyChooser, Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
+    CheckpointSaved,
     DefaultGroupFormed,
     EpochOpened,
     Event,
@@ -100,6 +101,7 @@ class Coordinator:
             BarrierReached: self._barrier,
             DefaultGroupFormed: self._note_default_group,
             ReplicasFormed: self._note_replicas,
+            CheckpointSaved: lambda event, now_s: (),
             Failed: self._gone,
             Left: self._gone,
             RankLost: self._gone,

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, Final, TypeAlias, final
 
 from elche.coordination.protocol.events import (
-    EpochCut,
+    CheckpointSaved,
     Event,
     Failed,
     Join,
@@ -31,6 +31,7 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
     PolicyChosen,
 )
+from elche.monitor.speed_watch import SpeedWatch
 
 Record: TypeAlias = dict[str, Any]
 
@@ -46,7 +47,7 @@ SMOOTHING_S: Final = 2.0
 
 _RECORDED: Final = (
     *(Join, BeginEpoch, EndEpoch, MetricsReported, PolicyChosen, LeaveOut),
-    *(EpochCut, RankLost, Failed, Left, Abort, Tick),
+    *(CheckpointSaved, RankLost, Failed, Left, Abort, Tick),
 )
 
 
@@ -67,13 +68,14 @@ class EventRecorder:
     def __init__(self, epoch_starts: Mapping[int, int] | None = None) -> None:
         self._starts = dict(epoch_starts or {})
         self._samples = max(self._starts.values(), default=0)
-        self._epoch, self._epoch_samples = -1, 0
+        self._epoch, self._epoch_samples, self._policy = -1, 0, ""
         self._is_training = self._is_over = False
         self._live, self._gone = set[int](), set[int]()
         self._excluded: set[int] = set()
         self._out, self._tried = frozenset[int](), set[int]()
         self._speeds: dict[int, float] = {}
         self._settings: Record = {}
+        self._watch, self._sharing = SpeedWatch(), ("", frozenset[int]())
 
     def see(self, message: Event | Instruction, now_s: float) -> list[Record]:
         """Returns the records of a message; call in the order of the journal."""
@@ -83,7 +85,8 @@ class EventRecorder:
         match message:
             case MetricsReported() if message.window >= 0:
                 window = self._window(message)
-                return [window, *self._return(window["rank_samples"])]
+                returned = self._return(window["rank_samples"])
+                return [window, *returned, *self._changed_speeds(window)]
             case BeginEpoch():
                 return self._begin(message)
             case EndEpoch() if self._is_training:
@@ -97,8 +100,8 @@ class EventRecorder:
                 return self._exclude(message)
             case PolicyChosen():
                 return [event_record("policy", message.reason, message.rank)]
-            case EpochCut() if self._is_training and not message.is_end:
-                return [event_record("checkpoint", f"inside epoch {message.epoch}")]
+            case CheckpointSaved():
+                return [event_record("checkpoint", message.text)]
             case Failed():
                 return self._lose(message.rank, f"failed: {message.error}")
             case RankLost():
@@ -128,7 +131,7 @@ class EventRecorder:
     def _begin(self, begin: BeginEpoch) -> list[Record]:
         if self._is_training:
             return []  # the same instruction to another rank
-        self._is_training = True
+        self._is_training, self._policy = True, begin.policy
         if begin.epoch != self._epoch:  # else the rest of an epoch that was cut
             self._samples = self._starts.get(begin.epoch, self._samples)
             self._epoch, self._epoch_samples, self._starts = begin.epoch, 0, {}
@@ -159,6 +162,21 @@ class EventRecorder:
         for rank in self._gone:  # its last samples may come after its end
             self._speeds.pop(rank, None)
         return record | {"values": dict(values["means"])}
+
+    def _changed_speeds(self, window: Record) -> list[Record]:
+        """Records changed speeds of the ranks that share the work."""
+        sharing = self._policy, frozenset(self._live - self._excluded)
+        if sharing != self._sharing:  # other shares, other speeds
+            self._watch, self._sharing = SpeedWatch(), sharing
+        rows = zip(*(window[name] for name in RANK_FIELDS[:3]), strict=True)
+        work = {r: (n + lost, s) for r, (n, lost, s) in enumerate(rows)}
+        found = self._watch.observe(
+            window["duration_s"], {r: work[r] for r in sharing[1] if r in work}
+        )
+        return [
+            event_record(*_speed_change(before, now), rank)
+            for rank, (before, now) in found.items()
+        ]
 
     def _exclude(self, change: LeaveOut) -> list[Record]:
         """Records real changes: excluded ranks take part in each epoch's first step."""
@@ -199,6 +217,15 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [round(each, 6) for each in value]
     return round(value, 6)
+
+
+def _speed_change(before: float, now: float) -> tuple[str, str]:
+    """Returns an event's name and text, of speeds (samples/s)."""
+    name, times = ("slower", before / now) if now < before else ("faster", now / before)
+    text = (
+        f"{times:.1f} times: {now:,.1f} samples/s of its own work, {before:,.1f} before"
+    )
+    return name, text
 
 
 def event_record(name: str, text: str, rank: int | None = None) -> Record:

@@ -24,8 +24,8 @@ PARTS: Final = ("data_wait", "transfer", "compute", "sync_wait")
 class ChartRows:
     """Windows of a history as they are now, merged to at most ``most`` rows.
 
-    Later rows begin with the same ones, until the least duration doubles or the history
-    is merged.
+    Later rows begin with the same ones, until the least duration doubles, the history
+    is merged, or the run restarts.
     """
 
     def __init__(self, history: RunHistory, most: int = MOST_ROWS) -> None:
@@ -34,6 +34,7 @@ class ChartRows:
         while len(self.rows) > most:
             least_s *= 2
             self.rows = _of_duration(self.rows, least_s)
+        self.rows = _cut_back(self.rows)
 
 
 def _of_duration(windows: Sequence[Record], least_s: float) -> list[Record]:
@@ -45,6 +46,19 @@ def _of_duration(windows: Sequence[Record], least_s: float) -> list[Record]:
             rows.append(merged(windows[first:number]))
             first, duration_s = number, 0.0
     return rows
+
+
+def _cut_back(rows: Sequence[Record]) -> list[Record]:
+    """Removes rows from the axis of samples that a restart trains again.
+
+    Their model is lost: the line over samples ends where the restart begins and
+    continues there, without running backwards. Over time it shows everything.
+    """
+    found, least = [], math.inf
+    for row in reversed(rows):
+        found.append(row if row["samples"] <= least else {**row, "samples": math.nan})
+        least = min(least, row["samples"])
+    return found[::-1]
 
 
 def start_s(history: RunHistory) -> float:

@@ -66,8 +66,7 @@ class CheckpointWriter:
         living: returns the number of live ranks; None: all ranks stay alive.
 
     Attributes:
-        on_saved: called on rank 0, in the thread, with each complete checkpoint's name
-            and ``info``.
+        on_saved: called in rank 0's thread with a complete checkpoint's name and info.
     """
 
     def __init__(
@@ -79,9 +78,7 @@ class CheckpointWriter:
         deadline_s: float,
         living: Callable[[], int] | None = None,
     ) -> None:
-        self.on_saved: Callable[[str, Mapping[str, Any]], None] = lambda name, info: (
-            None
-        )
+        self.on_saved: Callable[[str, Any], None] = lambda name, info: None
         self._living = living
         self._store = store
         self.rank = rank

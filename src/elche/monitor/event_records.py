@@ -75,7 +75,7 @@ class EventRecorder:
         self._out, self._tried = frozenset[int](), set[int]()
         self._speeds: dict[int, float] = {}
         self._settings: Record = {}
-        self._watch, self._sharing = SpeedWatch(), ("", frozenset[int]())
+        self._watches: dict[tuple[str, frozenset[int]], SpeedWatch] = {}
 
     def see(self, message: Event | Instruction, now_s: float) -> list[Record]:
         """Returns the records of a message; call in the order of the journal."""
@@ -84,9 +84,11 @@ class EventRecorder:
     def _records(self, message: Event | Instruction) -> list[Record]:
         match message:
             case MetricsReported() if message.window >= 0:
-                window = self._window(message)
-                returned = self._return(window["rank_samples"])
-                return [window, *returned, *self._changed_speeds(window)]
+                window, ranks = self._window(message), self._live - self._excluded
+                sharing = self._policy, frozenset(ranks)
+                watch = self._watches.setdefault(sharing, SpeedWatch())
+                events = (event_record(*each) for each in watch.observe(window, ranks))
+                return [window, *self._return(window["rank_samples"]), *events]
             case BeginEpoch():
                 return self._begin(message)
             case EndEpoch() if self._is_training:
@@ -163,21 +165,6 @@ class EventRecorder:
             self._speeds.pop(rank, None)
         return record | {"values": dict(values["means"])}
 
-    def _changed_speeds(self, window: Record) -> list[Record]:
-        """Records changed speeds of the ranks that share the work."""
-        sharing = self._policy, frozenset(self._live - self._excluded)
-        if sharing != self._sharing:  # other shares, other speeds
-            self._watch, self._sharing = SpeedWatch(), sharing
-        rows = zip(*(window[name] for name in RANK_FIELDS[:3]), strict=True)
-        work = {r: (n + lost, s) for r, (n, lost, s) in enumerate(rows)}
-        found = self._watch.observe(
-            window["duration_s"], {r: work[r] for r in sharing[1] if r in work}
-        )
-        return [
-            event_record(*_speed_change(before, now), rank)
-            for rank, (before, now) in found.items()
-        ]
-
     def _exclude(self, change: LeaveOut) -> list[Record]:
         """Records real changes: excluded ranks take part in each epoch's first step."""
         self._out, self._tried = frozenset(change.left_out), set()
@@ -217,15 +204,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [round(each, 6) for each in value]
     return round(value, 6)
-
-
-def _speed_change(before: float, now: float) -> tuple[str, str]:
-    """Returns an event's name and text, of speeds (samples/s)."""
-    name, times = ("slower", before / now) if now < before else ("faster", now / before)
-    text = (
-        f"{times:.1f} times: {now:,.1f} samples/s of its own work, {before:,.1f} before"
-    )
-    return name, text
 
 
 def event_record(name: str, text: str, rank: int | None = None) -> Record:

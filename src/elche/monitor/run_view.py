@@ -128,11 +128,8 @@ class RunView:
         """Lines to display: one for the run, its ranks' table, its newest events."""
         ranks = {rank: each["device"] for rank, each in self.history.ranks.items()}
         table = rank_table(rank_lines(ranks, self.history.recent()))
-        newest = self.history.events[-EVENTS_SHOWN:]
-        events = [
-            f"  {clock(e['t'] - start_s(self.history))}  {event_text(e)}"
-            for e in newest
-        ]
+        newest, first_s = self.history.events[-EVENTS_SHOWN:], start_s(self.history)
+        events = [f"  {clock(e['t'] - first_s)}  {event_text(e)}" for e in newest]
         return [self.head(bar=True), *table, *events]
 
 

@@ -1,82 +1,70 @@
-"""Finds lasting changes of a rank's speed: a throttled device, and its recovery. Pure.
-
-Speed is samples over a rank's own work, in intervals of at least a second that all
-ranks share. A rank's usual speed is the median of its first intervals. It has changed
-when the latest intervals are all slower, or all faster, by `FACTOR`; they are the usual
-ones from then on. So noise below the root of `FACTOR` (22%) is no change, and a change
-is found once.
-"""
+"""Finds lasting changes of ranks' speeds, as of a throttled device. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Set
 from statistics import median
-from typing import Final, final
+from typing import Any, Final, final
 
 FACTOR: Final = 1.5
 INTERVAL_S: Final = 1.0
 KNOWN: Final = 5
-"""Intervals that make the usual speed: shares settle in the first seconds."""
+"""Intervals whose median is the usual speed; shares settle in these first seconds."""
 LASTING: Final = 3
-"""Intervals for which a change must last."""
+"""Intervals that a change must last."""
 
 
 @final
 class SpeedWatch:
-    """Watches the speeds of ranks that share their work.
+    """Watches ranks that share the work of a run under one policy.
 
-    A slower rank's share falls and the other ranks' shares rise. A batch has fixed
-    costs, so these shares move speeds, too: another way than the rank that has changed,
-    and by less. So only changes that go the way of the largest one count.
+    Speed is samples over time of own work, in intervals of a second. It has changed
+    when the latest intervals all differ from the usual one by `FACTOR`; that is the
+    usual speed from then on. So noise below the root of `FACTOR` (22%) is no change.
+
+    Shares follow a rank that changes. As batches have fixed costs, the other ranks'
+    speeds follow, too: by less, and the other way. Such changes are not returned.
     """
 
     def __init__(self) -> None:
-        self._duration_s = 0.0
-        self._work: dict[int, tuple[int, float]] = {}
-        self._usual: dict[int, float] = {}
-        self._recent: dict[int, list[float]] = {}
+        self._duration_s, self._work = 0.0, dict[int, tuple[int, float]]()
+        self._recent, self._usual = dict[int, list[float]](), dict[int, float]()
 
     def observe(
-        self, duration_s: float, work: Mapping[int, tuple[int, float]]
-    ) -> dict[int, tuple[float, float]]:
-        """Returns the ranks whose speed has changed, with it before and now.
-
-        Args:
-            duration_s: wall time of a window.
-            work: samples of each rank in it, and the time of its own work (s).
-        """
-        self._duration_s += duration_s
-        for rank, (samples, busy_s) in work.items():
-            before = self._work.get(rank, (0, 0.0))
-            self._work[rank] = before[0] + samples, before[1] + busy_s
+        self, window: dict[str, Any], ranks: Set[int]
+    ) -> list[tuple[str, str, int]]:
+        """Returns name, text and rank of changes in a further ``window`` record."""
+        names = "rank_samples", "discarded_samples", "busy_s"
+        for rank, row in enumerate(zip(*map(window.get, names), strict=True)):
+            samples, time_s = self._work.get(rank, (0, 0.0))
+            self._work[rank] = samples + row[0] + row[1], time_s + row[2]
+        self._duration_s += window["duration_s"]
         if self._duration_s < INTERVAL_S:
-            return {}
-        for rank, (samples, busy_s) in self._work.items():
-            if samples > 0 and busy_s > 0:
-                speeds = [*self._recent.get(rank, ()), samples / busy_s]
-                self._recent[rank] = speeds[-KNOWN:]
-                if len(speeds) == KNOWN:
-                    self._usual.setdefault(rank, median(speeds))
+            return []
+        for rank, (samples, time_s) in self._work.items():
+            if rank in ranks and samples > 0 and time_s > 0:
+                recent = [*self._recent.get(rank, ()), samples / time_s][-KNOWN:]
+                self._recent[rank] = recent
+                if len(recent) == KNOWN:
+                    self._usual.setdefault(rank, median(recent))
         self._duration_s, self._work = 0.0, {}
         return self._changes()
 
-    def _changes(self) -> dict[int, tuple[float, float]]:
-        now = {rank: median(self._recent[rank][-LASTING:]) for rank in self._usual}
-        ratios = {rank: math.log(now[rank] / self._usual[rank]) for rank in now}
-        lasting = [rank for rank in ratios if self._lasts(rank)]
-        if not lasting:
-            return {}
-        most = max((ratios[rank] for rank in lasting), key=abs)
-        found = {
-            rank: (self._usual[rank], now[rank])
-            for rank in lasting
-            if ratios[rank] * most > 0
-        }
-        moved = [rank for rank in ratios if rank in found or ratios[rank] * most < 0]
-        self._usual |= {rank: now[rank] for rank in moved}
+    def _changes(self) -> list[tuple[str, str, int]]:
+        lasting, moves, found = set[int](), dict[int, float](), []
+        for rank, usual in self._usual.items():
+            latest = self._recent[rank][-LASTING:]
+            moves[rank] = math.log(median(latest) / usual)
+            if max(latest) * FACTOR < usual or min(latest) > usual * FACTOR:
+                lasting.add(rank)
+        most = max((moves[rank] for rank in lasting), key=abs, default=0.0)
+        for rank, move in moves.items():
+            before, now = self._usual[rank], median(self._recent[rank][-LASTING:])
+            if rank in lasting and move * most > 0:
+                text = f"{math.exp(abs(move)):.1f} times: {now:,.1f} samples/s of its "
+                text += f"own work, {before:,.1f} before"
+                found.append(("slower" if move < 0 else "faster", text, rank))
+            if rank in lasting or move * most < 0:
+                self._usual[rank] = now
         return found
-
-    def _lasts(self, rank: int) -> bool:
-        usual, latest = self._usual[rank], self._recent[rank][-LASTING:]
-        return max(latest) * FACTOR < usual or min(latest) > usual * FACTOR

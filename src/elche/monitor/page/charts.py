@@ -152,8 +152,7 @@ class RunCharts:
         size = {"sizing_mode": "stretch_width", "height": 220, "min_border_left": 56}
         plot = figure(**size, **tools, **ranges, stylesheets=[DARK_STYLE])
         plot.background_fill_color = plot.border_fill_color = None
-        # Bokeh draws the outline with the path of the last line in it, which only a
-        # background would cover: faint remains of the line before its newest point.
+        # Without a background, Bokeh's outline would also trace the line drawn before.
         plot.outline_line_color = None
         plot.toolbar.logo, plot.toolbar.autohide = None, True
         plot.xaxis.ticker.desired_num_ticks = 3

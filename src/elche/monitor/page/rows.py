@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final, final
 
 from elche.monitor.event_records import Record, merged
@@ -34,7 +35,14 @@ class ChartRows:
         while len(self.rows) > most:
             least_s *= 2
             self.rows = _of_duration(self.rows, least_s)
-        self.rows = _cut_back(self.rows)
+        # A restart trains some samples again. The lost line over samples ends where the
+        # new one begins, so that none runs backwards; over time both are shown.
+        samples = [row["samples"] for row in reversed(self.rows)]
+        least = [*accumulate(samples, min)][::-1]
+        self.rows = [
+            row if row["samples"] <= later else row | {"samples": math.nan}
+            for row, later in zip(self.rows, least, strict=True)
+        ]
 
 
 def _of_duration(windows: Sequence[Record], least_s: float) -> list[Record]:
@@ -46,19 +54,6 @@ def _of_duration(windows: Sequence[Record], least_s: float) -> list[Record]:
             rows.append(merged(windows[first:number]))
             first, duration_s = number, 0.0
     return rows
-
-
-def _cut_back(rows: Sequence[Record]) -> list[Record]:
-    """Removes rows from the axis of samples that a restart trains again.
-
-    Their model is lost: the line over samples ends where the restart begins and
-    continues there, without running backwards. Over time it shows everything.
-    """
-    found, least = [], math.inf
-    for row in reversed(rows):
-        found.append(row if row["samples"] <= least else {**row, "samples": math.nan})
-        least = min(least, row["samples"])
-    return found[::-1]
 
 
 def start_s(history: RunHistory) -> float:

@@ -239,8 +239,7 @@ class StagePeers:
 
     def report_saved(self, text: str) -> None:
         """Reports a complete checkpoint to the coordinator."""
-        saved = CheckpointSaved(rank=self._members[self.rank], text=text)
-        self._channel.send(saved)
+        self._channel.send(CheckpointSaved(rank=self._members[self.rank], text=text))
 
     def form_groups(
         self, wanted: Sequence[tuple[int, ...]], shares: bool, timeout_s: float

@@ -189,6 +189,11 @@ def test_a_restart_counts_from_its_epochs_begin() -> None:
     assert [each["samples"] for each in again if "samples" in each] == [1000, 200, 300]
     (_, last) = recorded(*begin(2), report(2), recorder=recorder)
     assert last["samples"] == 400
+    assert history.epoch_sizes == {0: 1000, 1: 1000}
+    inside = EventRecorder(history.epoch_starts, history.epoch_sizes)
+    opened, window = recorded(*begin(1, 600), report(1), recorder=inside)
+    assert (opened["samples"], opened["done"]) == (1000, 400)
+    assert (window["samples"], window["epoch_samples"]) == (600, 500)
 
 
 def test_a_file_is_read_in_any_pieces() -> None:

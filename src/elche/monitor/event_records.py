@@ -63,10 +63,13 @@ class EventRecorder:
     Args:
         epoch_starts: the run's samples at the begin of each epoch so far, and of the
             next one, where an earlier start of the run has trained.
+        epoch_sizes: samples of each epoch so far; a start may continue inside one.
     """
 
-    def __init__(self, epoch_starts: Mapping[int, int] | None = None) -> None:
-        self._starts = dict(epoch_starts or {})
+    def __init__(
+        self, epoch_starts: Mapping[int, int] = {}, epoch_sizes: Mapping[int, int] = {}
+    ) -> None:
+        self._starts, self._sizes = dict(epoch_starts), dict(epoch_sizes)
         self._samples = max(self._starts.values(), default=0)
         self._epoch, self._epoch_samples, self._policy = -1, 0, ""
         self._is_training = self._is_over = False
@@ -134,10 +137,13 @@ class EventRecorder:
         if self._is_training:
             return []  # the same instruction to another rank
         self._is_training, self._policy = True, begin.policy
+        rest = sum(size * count for size, count in begin.sizes)
         if begin.epoch != self._epoch:  # else the rest of an epoch that was cut
-            self._samples = self._starts.get(begin.epoch, self._samples)
-            self._epoch, self._epoch_samples, self._starts = begin.epoch, 0, {}
-        total = self._epoch_samples + sum(size * count for size, count in begin.sizes)
+            done = max(0, self._sizes.get(begin.epoch, rest) - rest)  # before a restart
+            self._samples = self._starts.get(begin.epoch, self._samples) + done
+            self._epoch, self._epoch_samples = begin.epoch, done
+            self._starts, self._sizes = {}, {}
+        total = self._epoch_samples + rest
         record = {"kind": "epoch", "epoch": begin.epoch, "policy": begin.policy}
         record |= {"samples": total, "done": self._epoch_samples}
         return [record | {"epochs": self._settings.get("epochs")}]

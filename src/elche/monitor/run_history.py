@@ -112,6 +112,11 @@ class RunHistory:
             starts[each["epoch"] + 1] = each["samples"]
         return starts
 
+    @property
+    def epoch_sizes(self) -> dict[int, int]:
+        """Samples of each whole epoch so far."""
+        return {each["epoch"]: each["samples"] for each in self.epochs}
+
     def recent(self, span_s: float = 5.0) -> Record | None:
         """Merges the windows of the last ``span_s``, or the last one if it is longer.
 

@@ -68,6 +68,18 @@ def test_later_rows_begin_with_the_earlier_ones_until_they_double() -> None:
     assert [row["duration_s"] for row in before] == [2] * 5
 
 
+def test_the_line_over_samples_continues_where_a_restart_begins() -> None:
+    """Two of five rows are trained again; time shows them, samples do not."""
+    found, later = [*records(5)], [*records(8)][-3:]
+    again = [{**row, "samples": row["samples"] - 4 * 120} for row in later]
+    history = history_of(*again, windows=len(found) - 5)
+    found_columns = row_columns(history, ChartRows(history).rows, 2, ["loss"])
+    samples, times_s = found_columns["samples"], found_columns["time"]
+    assert samples[:2] + samples[5:] == [120, 240, 240, 360, 480]
+    assert all(map(math.isnan, samples[2:5]))
+    assert times_s == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_events_have_a_place_on_both_axes() -> None:
     early, late = event("joined", 0.5), event("died", 2.5, rank=1)
     found = event_columns(history_of(early, late, windows=4), most=5)
@@ -96,6 +108,18 @@ def test_nothing_of_a_run_becomes_markup() -> None:
         assert not {"<b>", "<i>cpu", "<script", "<died>"} & {*page.split()}
         assert "&lt;" in page
         assert "nan" not in page
+
+
+def test_settings_and_links_are_in_tables() -> None:
+    history = history_of(windows=3)
+    history.settings["lr"] = [0.1, "<b>"]
+    listed = events_html(history)
+    assert (
+        "<tr><td>epochs<td>2</tr><tr><td>lr<td>[0.1, &#x27;&lt;b&gt;&#x27;]" in listed
+    )
+    ranks = ranks_html(history, history.recent())
+    assert "<th>ms per reduction</tr>" in ranks
+    assert ranks.count("<td>200.0</tr>") == 2
 
 
 def test_head_line_says_where_the_run_is() -> None:

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.accounts.metrics import WindowMetrics
-from elche.coordination.protocol.events import EpochCut, Failed, Join, Left, RankLost
+from elche.coordination.protocol.events import (
+    CheckpointSaved,
+    Failed,
+    Join,
+    Left,
+    RankLost,
+)
 from elche.coordination.protocol.instructions import (
     Abort,
     BeginEpoch,
@@ -124,7 +130,7 @@ def test_what_happens_to_ranks_is_recorded_once() -> None:
         *(join(0), join(1), *begin(0), *out, *end(0), *begin(1), *back),
         *(report(1), report(1), report(1)),
         PolicyChosen(rank=0, policy="sync", reason="it is faster"),
-        *(EpochCut(rank=0, epoch=0), failed, RankLost(rank=1)),
+        *(CheckpointSaved(rank=0, text="saved/1: epoch 0"), failed, RankLost(rank=1)),
         *(join(1), Left(rank=1), RankLost(rank=1)),
         *(Abort(rank=0, reason="lost", failed_rank=0), Abort(rank=1, reason="lost")),
         RankLost(rank=0),
@@ -135,6 +141,7 @@ def test_what_happens_to_ranks_is_recorded_once() -> None:
     ]
     texts = {r["name"]: r["text"] for r in records if r["kind"] == "event"}
     assert texts["excluded"] == "slow"
+    assert texts["checkpoint"] == "saved/1: epoch 0"
     assert texts["died"] == "failed: ValueError: no"
 
 
@@ -182,6 +189,11 @@ def test_a_restart_counts_from_its_epochs_begin() -> None:
     assert [each["samples"] for each in again if "samples" in each] == [1000, 200, 300]
     (_, last) = recorded(*begin(2), report(2), recorder=recorder)
     assert last["samples"] == 400
+    assert history.epoch_sizes == {0: 1000, 1: 1000}
+    inside = EventRecorder(history.epoch_starts, history.epoch_sizes)
+    opened, window = recorded(*begin(1, 600), report(1), recorder=inside)
+    assert (opened["samples"], opened["done"]) == (1000, 400)
+    assert (window["samples"], window["epoch_samples"]) == (600, 500)
 
 
 def test_a_file_is_read_in_any_pieces() -> None:
@@ -223,7 +235,7 @@ def test_columns() -> None:
     row = rank_row(history.windows[0], 0)
     parts = [row[name] for name in ("compute", "data_wait", "transfer", "sync_wait")]
     assert parts == [0.375, 0.125, 0.0, 0.5]
-    assert (row["busy"], row["share"]) == (0.5, 0.8)
+    assert (row["busy"], row["share"], row["reduction_s"]) == (0.5, 0.8, 0.5)
     assert set(rank_row(history.windows[0], 7).values()) == {0.0, 2, 100}
 
 

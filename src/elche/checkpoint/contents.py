@@ -71,6 +71,9 @@ class SavedRun(Protocol):
     def heeds_signals(self, heeds: bool) -> None:
         """Notifies the launcher whether this rank exits by itself after a signal."""
 
+    def report_saved(self, text: str) -> None:
+        """Reports a complete checkpoint to the coordinator; called by a thread."""
+
     def check_cut(self) -> None:
         """Raises if the rest of the epoch is unknown, so no checkpoint can be made."""
 

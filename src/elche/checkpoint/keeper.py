@@ -401,6 +401,9 @@ class CheckpointKeeper(Pauses):
             writer = CheckpointWriter(
                 store, *place, id_, limit_s, lambda: run.world_size
             )
+            writer.on_saved = lambda name, info: run.report_saved(
+                f"{folder.resolve().name}/{name}: {_position(info)}"
+            )
             self._writers[folder] = writer
         return writer
 
@@ -416,9 +419,7 @@ class CheckpointKeeper(Pauses):
         run.resume(shared["run"], shared["epochs"])
         self._continue_loop(shared["loop"])
         if run.rank == 0:
-            done = run.described()
-            what = "samples" if "samples" in done else "steps"
-            at = f"epoch {self._epoch}, after {done[what]} {what}"
+            at = _position(run.described() | {"epoch": self._epoch})
             run.notifications.emit(f"elche: resuming from {found.path}: {at}")
         return True
 
@@ -442,3 +443,9 @@ class CheckpointKeeper(Pauses):
         if not name:
             return None
         return found or self._store(folder).open(name)
+
+
+def _position(info: Mapping[str, Any]) -> str:
+    """Returns the progress in a manifest's ``info`` as text."""
+    unit = "samples" if "samples" in info else "steps"
+    return f"epoch {info['epoch']}, after {round(info[unit]):,} {unit}"

@@ -64,6 +64,9 @@ class CheckpointWriter:
         run_id: ID of this start of the run, the same on all ranks.
         deadline_s: time limit of rank 0's wait for another rank's part.
         living: returns the number of live ranks; None: all ranks stay alive.
+
+    Attributes:
+        on_saved: called in rank 0's thread with a complete checkpoint's name and info.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class CheckpointWriter:
         deadline_s: float,
         living: Callable[[], int] | None = None,
     ) -> None:
+        self.on_saved: Callable[[str, Any], None] = lambda name, info: None
         self._living = living
         self._store = store
         self.rank = rank
@@ -146,6 +150,9 @@ class CheckpointWriter:
                     return
                 job = self._jobs[0]
             failure = self._try(job)
+            if failure is None and job.info is not None:
+                with contextlib.suppress(ElcheError):  # the training thread notices
+                    self.on_saved(job.name, job.info)
             with self._changed:
                 self._failure = failure
                 self._jobs.popleft()

@@ -39,6 +39,7 @@ from elche.coordination.membership import (
 from elche.coordination.policy import Member, PolicyChooser, Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
+    CheckpointSaved,
     DefaultGroupFormed,
     EpochOpened,
     Event,
@@ -100,6 +101,7 @@ class Coordinator:
             BarrierReached: self._barrier,
             DefaultGroupFormed: self._note_default_group,
             ReplicasFormed: self._note_replicas,
+            CheckpointSaved: self._note_saved,
             Failed: self._gone,
             Left: self._gone,
             RankLost: self._gone,
@@ -260,6 +262,9 @@ class Coordinator:
 
     def _in_epoch(self, event: Event, now_s: float) -> Steps:
         return self._running().handle(event, now_s)
+
+    def _note_saved(self, event: CheckpointSaved, now_s: float) -> list[Instruction]:
+        return []
 
     def _note_default_group(self, event: Event, now_s: float) -> list[Instruction]:
         self._run = replace(self._run, has_default_group=True)

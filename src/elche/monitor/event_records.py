@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, Final, TypeAlias, final
 
 from elche.coordination.protocol.events import (
-    EpochCut,
+    CheckpointSaved,
     Event,
     Failed,
     Join,
@@ -31,6 +31,7 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
     PolicyChosen,
 )
+from elche.monitor.speed_watch import SpeedWatch
 
 Record: TypeAlias = dict[str, Any]
 
@@ -46,7 +47,7 @@ SMOOTHING_S: Final = 2.0
 
 _RECORDED: Final = (
     *(Join, BeginEpoch, EndEpoch, MetricsReported, PolicyChosen, LeaveOut),
-    *(EpochCut, RankLost, Failed, Left, Abort, Tick),
+    *(CheckpointSaved, RankLost, Failed, Left, Abort, Tick),
 )
 
 
@@ -62,18 +63,22 @@ class EventRecorder:
     Args:
         epoch_starts: the run's samples at the begin of each epoch so far, and of the
             next one, where an earlier start of the run has trained.
+        epoch_sizes: samples of each epoch so far; a start may continue inside one.
     """
 
-    def __init__(self, epoch_starts: Mapping[int, int] | None = None) -> None:
-        self._starts = dict(epoch_starts or {})
+    def __init__(
+        self, epoch_starts: Mapping[int, int] = {}, epoch_sizes: Mapping[int, int] = {}
+    ) -> None:
+        self._starts, self._sizes = dict(epoch_starts), dict(epoch_sizes)
         self._samples = max(self._starts.values(), default=0)
-        self._epoch, self._epoch_samples = -1, 0
+        self._epoch, self._epoch_samples, self._policy = -1, 0, ""
         self._is_training = self._is_over = False
         self._live, self._gone = set[int](), set[int]()
         self._excluded: set[int] = set()
         self._out, self._tried = frozenset[int](), set[int]()
         self._speeds: dict[int, float] = {}
         self._settings: Record = {}
+        self._watches: dict[tuple[str, frozenset[int]], SpeedWatch] = {}
 
     def see(self, message: Event | Instruction, now_s: float) -> list[Record]:
         """Returns the records of a message; call in the order of the journal."""
@@ -82,8 +87,11 @@ class EventRecorder:
     def _records(self, message: Event | Instruction) -> list[Record]:
         match message:
             case MetricsReported() if message.window >= 0:
-                window = self._window(message)
-                return [window, *self._return(window["rank_samples"])]
+                window, ranks = self._window(message), self._live - self._excluded
+                sharing = self._policy, frozenset(ranks)
+                watch = self._watches.setdefault(sharing, SpeedWatch())
+                events = (event_record(*each) for each in watch.observe(window, ranks))
+                return [window, *self._return(window["rank_samples"]), *events]
             case BeginEpoch():
                 return self._begin(message)
             case EndEpoch() if self._is_training:
@@ -97,8 +105,8 @@ class EventRecorder:
                 return self._exclude(message)
             case PolicyChosen():
                 return [event_record("policy", message.reason, message.rank)]
-            case EpochCut() if self._is_training and not message.is_end:
-                return [event_record("checkpoint", f"inside epoch {message.epoch}")]
+            case CheckpointSaved():
+                return [event_record("checkpoint", message.text)]
             case Failed():
                 return self._lose(message.rank, f"failed: {message.error}")
             case RankLost():
@@ -128,11 +136,14 @@ class EventRecorder:
     def _begin(self, begin: BeginEpoch) -> list[Record]:
         if self._is_training:
             return []  # the same instruction to another rank
-        self._is_training = True
+        self._is_training, self._policy = True, begin.policy
+        rest = sum(size * count for size, count in begin.sizes)
         if begin.epoch != self._epoch:  # else the rest of an epoch that was cut
-            self._samples = self._starts.get(begin.epoch, self._samples)
-            self._epoch, self._epoch_samples, self._starts = begin.epoch, 0, {}
-        total = self._epoch_samples + sum(size * count for size, count in begin.sizes)
+            done = max(0, self._sizes.get(begin.epoch, rest) - rest)  # before a restart
+            self._samples = self._starts.get(begin.epoch, self._samples) + done
+            self._epoch, self._epoch_samples = begin.epoch, done
+            self._starts, self._sizes = {}, {}
+        total = self._epoch_samples + rest
         record = {"kind": "epoch", "epoch": begin.epoch, "policy": begin.policy}
         record |= {"samples": total, "done": self._epoch_samples}
         return [record | {"epochs": self._settings.get("epochs")}]

@@ -112,6 +112,11 @@ class RunHistory:
             starts[each["epoch"] + 1] = each["samples"]
         return starts
 
+    @property
+    def epoch_sizes(self) -> dict[int, int]:
+        """Samples of each whole epoch so far."""
+        return {each["epoch"]: each["samples"] for each in self.epochs}
+
     def recent(self, span_s: float = 5.0) -> Record | None:
         """Merges the windows of the last ``span_s``, or the last one if it is longer.
 
@@ -154,7 +159,9 @@ def rank_row(window: Record, rank: int) -> dict[str, float]:
     ``samples_per_s`` is its speed in its own work; without work the smoothed one.
     ``share`` is of the samples. ``compute``, ``data_wait``, ``transfer`` and
     ``sync_wait`` (waiting for other ranks, and reducing) are fractions of its time,
-    which add up to 1; ``busy`` is the sum of the first three.
+    which add up to 1; ``busy`` is the sum of the first three. ``reduction_s`` is the
+    time of a synchronisation, with its wait for others: the least of the ranks', who
+    wait least, is that of the links.
     """
 
     def of(name: str) -> float:
@@ -172,7 +179,8 @@ def rank_row(window: Record, rank: int) -> dict[str, float]:
     row = {"t": window["t"], "samples": window["samples"], "share": share}
     if (busy_s := of("busy_s")) > 0:
         speed = (work + of("discarded_samples")) / busy_s
-    return row | {"samples_per_s": speed} | parts
+    reduction_s = of("sync_wait_s") / (window.get("synchronisations") or 1)
+    return row | {"samples_per_s": speed, "reduction_s": reduction_s} | parts
 
 
 def columns(rows: Iterable[dict[str, float]]) -> dict[str, list[float]]:

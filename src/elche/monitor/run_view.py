@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elche.monitor.event_records import Record
+from elche.monitor.page.rows import event_text, start_s
 from elche.monitor.run_history import RunHistory, rank_row, run_row
 
 VIEWED_WINDOWS = 400
 BAR_CELLS = 24
 RANKS_SHOWN = 16
+EVENTS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +125,12 @@ class RunView:
         return text
 
     def lines(self) -> list[str]:
-        """Lines to display: one for the run, and the table of its ranks."""
+        """Lines to display: one for the run, its ranks' table, its newest events."""
         ranks = {rank: each["device"] for rank, each in self.history.ranks.items()}
         table = rank_table(rank_lines(ranks, self.history.recent()))
-        return [self.head(bar=True), *table]
+        newest, first_s = self.history.events[-EVENTS_SHOWN:], start_s(self.history)
+        events = [f"  {clock(e['t'] - first_s)}  {event_text(e)}" for e in newest]
+        return [self.head(bar=True), *table, *events]
 
 
 def clock(seconds: float) -> str:

@@ -14,7 +14,7 @@ from elche.comm.averaging.averager_state import is_of_gradients
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.coordination.accounts.local_batches import local_cut
-from elche.coordination.protocol.events import Event, Failed, Left
+from elche.coordination.protocol.events import CheckpointSaved, Event, Failed, Left
 from elche.coordination.protocol.instructions import EndEpoch, Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
@@ -348,6 +348,10 @@ class Run:
     def heeds_signals(self, heeds: bool) -> None:
         """Notifies the launcher whether this rank ends cleanly after a signal."""
         self.worker.heeds_signals(heeds)
+
+    def report_saved(self, text: str) -> None:
+        """Reports a complete checkpoint to the coordinator."""
+        self.worker.send(CheckpointSaved(rank=self.worker.rank, text=text))
 
     def barrier(self, name: str) -> None:
         """Waits for every rank; see `UserCollectives.barrier`."""

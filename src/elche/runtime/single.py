@@ -122,6 +122,9 @@ class SingleRun:
     def heeds_signals(self, heeds: bool) -> None:
         """Does nothing: a single process has no launcher to notify."""
 
+    def report_saved(self, text: str) -> None:
+        """Does nothing: a single process has no coordinator."""
+
     def barrier(self, name: str) -> None:
         """Returns at once: there are no other ranks."""
 

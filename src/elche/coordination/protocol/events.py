@@ -270,6 +270,14 @@ class ReplicasFormed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """The writer of the manifest reports a complete checkpoint, for the event file."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A rank ends with an error, or by ``sys.exit(exit_code)`` inside an epoch."""
 
@@ -331,6 +339,7 @@ Event = (
     | BarrierReached
     | DefaultGroupFormed
     | ReplicasFormed
+    | CheckpointSaved
     | Failed
     | Left
     | RankLost

@@ -38,6 +38,7 @@ RANK_CHARTS: Final = (
     ("busy", "Busy: data, transfer and compute", "0%"),
     ("data_wait", "Waiting for data", "0%"),
     ("sync_wait", "Waiting for other ranks, and reducing", "0%"),
+    ("reduction_s", "Seconds per reduction, with its wait for others", "0.000"),
 )
 COLUMNS: Final = "repeat(auto-fit, minmax(min(100%, 460px), 1fr))"
 PAGE_STYLE: Final = """
@@ -151,6 +152,8 @@ class RunCharts:
         size = {"sizing_mode": "stretch_width", "height": 220, "min_border_left": 56}
         plot = figure(**size, **tools, **ranges, stylesheets=[DARK_STYLE])
         plot.background_fill_color = plot.border_fill_color = None
+        # Without a background, Bokeh's outline would also trace the line drawn before.
+        plot.outline_line_color = None
         plot.toolbar.logo, plot.toolbar.autohide = None, True
         plot.xaxis.ticker.desired_num_ticks = 3
         plot.xaxis.formatter = models.NumeralTickFormatter(format=AXES[axis])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final, final
 
 from elche.monitor.event_records import Record, merged
@@ -24,8 +25,8 @@ PARTS: Final = ("data_wait", "transfer", "compute", "sync_wait")
 class ChartRows:
     """Windows of a history as they are now, merged to at most ``most`` rows.
 
-    Later rows begin with the same ones, until the least duration doubles or the history
-    is merged.
+    Later rows begin with the same ones, until the least duration doubles, the history
+    is merged, or the run restarts.
     """
 
     def __init__(self, history: RunHistory, most: int = MOST_ROWS) -> None:
@@ -34,6 +35,14 @@ class ChartRows:
         while len(self.rows) > most:
             least_s *= 2
             self.rows = _of_duration(self.rows, least_s)
+        # A restart trains some samples again. The lost line over samples ends where the
+        # new one begins, so that none runs backwards; over time both are shown.
+        samples = [row["samples"] for row in reversed(self.rows)]
+        least = [*accumulate(samples, min)][::-1]
+        self.rows = [
+            row if row["samples"] <= later else row | {"samples": math.nan}
+            for row, later in zip(self.rows, least, strict=True)
+        ]
 
 
 def _of_duration(windows: Sequence[Record], least_s: float) -> list[Record]:

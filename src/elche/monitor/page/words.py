@@ -50,9 +50,11 @@ def ranks_html(history: RunHistory, window: Record | None) -> str:
             own = rank_row(window, rank)
             cells.append(f"{own['samples_per_s']:,.0f}")
             cells += [f"{own[part]:.0%}" for part in parts]
+            cells.append(f"{1e3 * own['reduction_s']:,.1f}")
         rows.append(cells)
-    heads = ("rank", "device", "samples/s", *(each.replace("_", " ") for each in parts))
-    return _table(f"Ranks: {len(history.ranks)}", heads, rows)
+    heads = [*("rank", "device", "samples/s"), *parts, "ms per reduction"]
+    shown = [head.replace("_", " ") for head in heads]
+    return _table(f"Ranks: {len(history.ranks)}", shown, rows)
 
 
 def events_html(history: RunHistory) -> str:
@@ -60,8 +62,8 @@ def events_html(history: RunHistory) -> str:
     newest = history.events[: -EVENTS_LISTED - 1 : -1]
     rows = [(clock(e["t"] - start_s(history)), event_text(e)) for e in newest]
     listed = _table(f"Events: {len(history.events)}", ("time", "event"), rows)
-    settings = ", ".join(f"{k} {v}" for k, v in sorted(history.settings.items()))
-    return f"{listed}<h2>Settings</h2><p>{escape(settings)}</p>"
+    settings = [(name, str(value)) for name, value in sorted(history.settings.items())]
+    return listed + _table("Settings", ("setting", "value"), settings)
 
 
 def _table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -263,6 +263,11 @@ class PipelineState:
         if self.communicator.peers is not None:
             self.communicator.peers.heeds_signals(heeds)
 
+    def report_saved(self, text: str) -> None:
+        """Reports a complete checkpoint to the coordinator."""
+        if self.communicator.peers is not None:
+            self.communicator.peers.report_saved(text)
+
     def described(self) -> dict[str, Any]:
         """Progress for a checkpoint's manifest."""
         return {"kind": "pipeline", "steps": self.stepping.steps}

@@ -31,7 +31,12 @@ from elche.comm.transport.process_group import (
     Group,
     gather_texts,
 )
-from elche.coordination.protocol.events import Failed, Left, ReplicasFormed
+from elche.coordination.protocol.events import (
+    CheckpointSaved,
+    Failed,
+    Left,
+    ReplicasFormed,
+)
 from elche.coordination.protocol.instructions import Regroup
 from elche.devices.backends import form_group
 from elche.errors import (
@@ -231,6 +236,10 @@ class StagePeers:
         """Reports to the launcher whether this rank stops by itself after a signal."""
         key = heeds_key(self._members[self.rank])
         self._channel.store_set(key, b"1" if heeds else b"")
+
+    def report_saved(self, text: str) -> None:
+        """Reports a complete checkpoint to the coordinator."""
+        self._channel.send(CheckpointSaved(rank=self._members[self.rank], text=text))
 
     def form_groups(
         self, wanted: Sequence[tuple[int, ...]], shares: bool, timeout_s: float

@@ -39,7 +39,7 @@ class EventFile:
 
     Attributes:
         starts: number of earlier starts in the file.
-        epoch_starts: see `RunHistory.epoch_starts`.
+        epoch_starts, epoch_sizes: as of `RunHistory`.
 
     Raises:
         ConfigError: the folder cannot be used, or has another run that has trained.
@@ -50,7 +50,8 @@ class EventFile:
     ) -> None:
         self._path, self._most_bytes = folder / NAME, most_bytes
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._is_broken, self.starts, self.epoch_starts = False, 0, dict[int, int]()
+        self._is_broken, self.starts = False, 0
+        self.epoch_starts, self.epoch_sizes = dict[int, int](), dict[int, int]()
         self._thread = threading.Thread(target=self._write_lines, daemon=True)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,7 @@ class EventFile:
                 f"name another folder, or remove {self._path}"
             )
         self.starts, self.epoch_starts = len(history.runs), history.epoch_starts
+        self.epoch_sizes = history.epoch_sizes
         if not history.records:
             about = {"kind": "file", "format": FORMAT, "version": VERSION}
             self.add({"t": time.time(), **about})

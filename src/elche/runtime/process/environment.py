@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def is_alone(self) -> bool:
-        """True if this is the only rank that there will be, and needs no coordinator."""
+        """True if this rank trains without a coordinator."""
         needs_one = self.joins or self.may_grow or self.is_watched
         return self.world_size == 1 and not needs_one
 

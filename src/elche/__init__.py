@@ -124,10 +124,8 @@ _REFERENCES = {
     "DdpHandle": "elche.trainer.TrainingHandle, from elche.Trainer(...).start()",
     "GradSyncStrategy": "elche.DistributedDataParallel(model, strategy=...)",
     "ProcessGroup": "elche.init_group()",
-    **dict.fromkeys(
-        ("ScheduleZeroBubble", "ZeroBubbleStage"),
-        'elche.pipeline.Pipeline(..., schedule="zb-h1")',
-    ),
+    "ScheduleZeroBubble": 'elche.pipeline.Pipeline(..., schedule="zb-h1")',
+    "ZeroBubbleStage": "elche.pipeline.stage.OwnBackward",
 }
 """Names of flodl, axonml and boostr, and their counterparts."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -101,7 +101,7 @@ MODULES = {
         *("ProtocolError", "RankLostError", "RemoteRankError", "TransitionError"),
     ),
     "monitor": ("EpochMetrics", "Metrics", "WindowMetrics"),
-    "pipeline": ("Pipeline", "PipelineConfig"),
+    "pipeline": ("OwnBackward", "Pipeline", "PipelineConfig"),
     "trainer": (
         *("EarlyStopping", "EpochRecord", "RunReport", "TrainResult"),
         *("TrainerConfig", "TrainingHandle", "TrainingPhase"),
@@ -124,10 +124,8 @@ _REFERENCES = {
     "DdpHandle": "elche.trainer.TrainingHandle, from elche.Trainer(...).start()",
     "GradSyncStrategy": "elche.DistributedDataParallel(model, strategy=...)",
     "ProcessGroup": "elche.init_group()",
-    **dict.fromkeys(
-        ("ScheduleZeroBubble", "ZeroBubbleStage"),
-        'elche.pipeline.Pipeline(..., schedule="zb-h1")',
-    ),
+    "ScheduleZeroBubble": 'elche.pipeline.Pipeline(..., schedule="zb-h1")',
+    "ZeroBubbleStage": "elche.pipeline.OwnBackward",
 }
 """Names of flodl, axonml and boostr, and their counterparts."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -229,8 +229,13 @@ REMOVED = {
 FORMER_SETTINGS = {
     **{name: f"{name}= is now {place}" for name, place in _FORMER.items()},
     **REMOVED,
+    **{
+        name: f"{name}= is an option of the launcher, also for one device: "
+        f"`elche run --{name}`, or elche.launch(main, {name}=...)"
+        for name in ("events", "page")
+    },
 }
-"""Former names of settings, and the error message for each."""
+"""Names that are no settings here, and the error message for each."""
 NO_AUTO_CODEC = (
     "codec='auto' was removed: measure the link between ranks (`elche doctor`) and "
     "name the codec: 'int8' below about 250 Mbit/s, 'bf16' below 700, none above"

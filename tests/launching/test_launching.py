@@ -13,7 +13,8 @@ import torch
 
 import elche
 from elche.launching import function_rank, launching
-from elche.runtime.report.event_file import EventFile
+from elche.monitor.run_history import RunHistory
+from elche.runtime.report.event_file import NAME, EventFile
 from tests.harness.printing import environment_of
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
@@ -86,6 +87,15 @@ def test_fresh_processes_of_a_script() -> None:
     output, _ = _run("train").communicate(timeout=240)
     assert "returned (2, [" in output, output
     assert output.count("has trained") == 2
+
+
+def test_one_rank_has_events_and_the_parameters_of_one_device(tmp_path: Path) -> None:
+    history = RunHistory()
+    assert elche.launch(trained, 1, args=[0.1], events=tmp_path) == trained(0.1)
+    history.feed((tmp_path / NAME).read_text())
+    assert history.windows[-1]["samples"] == 32
+    assert [event["name"] for event in history.events] == ["left"]
+    assert history.end is not None
 
 
 @pytest.mark.slow

@@ -90,18 +90,23 @@ class Browser:
         return [each["message"] for each in log if each["level"] in bad]
 
 
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def chromium_at(profile: Path) -> Any:
+    """A headless Chromium with an empty profile."""
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for flag in FLAGS:
         options.add_argument(f"--{flag}")
-    profile = tmp_path_factory.mktemp("profile")
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = Service(shutil.which("chromedriver"))
     driver = webdriver.Chrome(options=options, service=service)
     driver.set_script_timeout(120)
+    return driver
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    driver = chromium_at(tmp_path_factory.mktemp("profile"))
     DRIVERS.add(driver.service.process.pid)
     yield driver
     driver.quit()

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
+from benchmarks.page_clients import run_with_page, stopped_clients, windows
 from elche.errors import ConfigError
 from elche.monitor.page import beside
 from elche.runtime.process.launcher_watch import is_running
@@ -86,3 +88,11 @@ with page_beside(Path({str(tmp_path)!r}), "", print):
     assert killed.returncode == -signal.SIGKILL
     pid = int(killed.stdout.split()[-1])
     until(lambda: not is_running(pid))
+
+
+def test_stopped_browsers_hold_neither_the_run_nor_its_page(tmp_path: Path) -> None:
+    with run_with_page(tmp_path) as address, stopped_clients(address, 3):
+        seen = len(windows(tmp_path))
+        until(lambda: len(windows(tmp_path)) > seen + 50, poll_s=0.2)
+        with urlopen(address, timeout=60) as page:
+            assert page.status == 200

@@ -100,4 +100,5 @@ def test_what_a_batch_cost_is_told_by_its_parts(ranks2: RankPool, policy: str) -
         assert told.data_wait_s[rank] == pytest.approx(mine.loaded_s)
         assert told.transfer_s[rank] == pytest.approx(mine.moved_s)
         parts_s = mine.loaded_s + mine.moved_s + mine.computed_s
-        assert told.busy_s[rank] == pytest.approx(parts_s)
+        # A loaded machine adds microseconds that the ranks' own clock does not move.
+        assert told.busy_s[rank] == pytest.approx(parts_s, rel=1e-4)

@@ -38,6 +38,7 @@ class Placement:
         joins: this rank joins a running run, and is numbered after its ranks.
         may_grow: others may join the run.
         resumes: the coordinator is restarted when it dies.
+        is_watched: the coordinator keeps the run's events.
     """
 
     rank: int = 0
@@ -50,11 +51,13 @@ class Placement:
     joins: bool = False
     may_grow: bool = False
     resumes: bool = False
+    is_watched: bool = False
 
     @property
     def is_alone(self) -> bool:
-        """True if this is the only rank that there will be."""
-        return self.world_size == 1 and not (self.joins or self.may_grow)
+        """True if this rank trains without a coordinator."""
+        needs_one = self.joins or self.may_grow or self.is_watched
+        return self.world_size == 1 and not needs_one
 
     @property
     def device_name(self) -> str:
@@ -127,6 +130,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
         joins=facts.joins,
         may_grow=facts.may_grow,
         resumes=facts.resumes,
+        is_watched=facts.is_watched,
     )
 
 

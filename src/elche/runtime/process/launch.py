@@ -59,7 +59,12 @@ class LaunchedRun:
         self.processes.on_dropped = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
         may_grow, pipe = bool(config.rejoin), backend.pipe
-        self._facts = LaunchFacts(pipe=pipe, may_grow=may_grow, resumes=True)
+        self._facts = LaunchFacts(
+            pipe=pipe,
+            may_grow=may_grow,
+            resumes=True,
+            is_watched=config.events is not None,
+        )
         self._places: dict[int, int] = {}  # place (device) of each rank
         self._replacements = config.rejoin
 

@@ -128,12 +128,14 @@ class LaunchFacts:
         joins: the rank joins a running run.
         may_grow: other ranks may join the run.
         resumes: the coordinator is restarted when it dies.
+        is_watched: the launcher keeps the run's events, also those of one rank.
     """
 
     pipe: int = -1
     joins: bool = False
     may_grow: bool = False
     resumes: bool = False
+    is_watched: bool = False
 
     def environment(self) -> dict[str, str]:
         """The facts as a variable of a rank's environment."""

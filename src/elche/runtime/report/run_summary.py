@@ -87,7 +87,8 @@ def headline(facts: RunFacts, trained_bytes: int, steps: str) -> str:
     """
     count, by_kind = len(facts.devices), Counter(facts.devices)
     parts = [f"{by_kind[kind]} x {kind}{_memory(facts, kind)}" for kind in by_kind]
-    what = f"{count} devices, {'un' * (len(parts) > 1)}equal: {', '.join(parts)}"
+    what = f"{count} devices, {'un' * (len(parts) > 1)}equal"
+    what = f"{what if count > 1 else 'single device'}: {', '.join(parts)}"
     models = facts.reduction_bytes / max(1, trained_bytes)
     held = f"{facts.reduction_bytes / 1e6:.1f} MB ({models:.1f} models) for reductions"
     return f"elche: {what}; policy {facts.policy}{steps}, {held}"

@@ -153,9 +153,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         self._settings = settings
         self._norms: NormScope | None = None
-        layers = sync_batchnorm_layers(module).values()
         is_alone = strategy == "none" or group.world_size == 1
-        if not (is_alone or all(layer.has_own_scope for layer in layers)):
+        if not is_alone and sync_batchnorm_layers(module):
             self._norms = bind_sync_batchnorm(module, group.sibling())
         self._attach(group)
 

@@ -242,7 +242,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ),
         (LAYER + DEVICE + "memory_bytes = 0", "expected memory_bytes above 0"),
         (LAYER + DEVICE + DEVICE, "two devices are called 'a'"),
-        (LAYER + DEVICE + "[link]\nlatency_s = -1", "[link]: expected latency_s of at"),
+        (LAYER + DEVICE + "[link]\nlatency_s = -1", "[link]: expected latency_s to be"),
         (LAYER + DEVICE + "[link]\nefficiency = 2", "[link]: efficiency must be above"),
         (
             LAYER + DEVICE + "[[link_between]]\ndevices = ['a', 'b']",

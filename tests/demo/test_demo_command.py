@@ -18,8 +18,7 @@ from elche.cli.main import main
 from elche.demo import demo
 from elche.demo.compare import ContenderRun, Devices
 from elche.demo.demo import SPEEDS, DemoConfig, choose_devices, run_contenders
-from elche.demo.outcome import DemoOutcome
-from elche.demo.picture import draw
+from elche.demo.outcome import DemoOutcome, draw
 from elche.devices import choice
 from elche.monitor.progress import TaskProgress
 from tests.demo.fake_runs import rank_result, run_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.replicas import Replicas
 from elche.comm.averaging.outer import OuterOptimizer, OuterStep
-from elche.comm.codec.codec import Codec, CodedMessage, codec_named
+from elche.comm.codec.codec import CODECS, Codec, CodedMessage
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Synchroniser:
         self._rule = OuterStep(method.outer, method.outer_lr, method.outer_momentum)
         self._residual = torch.zeros_like(replicas.theta)
         self._sum_residual = torch.zeros_like(self.base)
-        self._codec = codec_named(method.codec)
+        self._codec = CODECS[method.codec]
         self._pending: list[_Pending] = []
 
     def begin(self, due: int, counts: Tensor) -> None:

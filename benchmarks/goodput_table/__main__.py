@@ -29,7 +29,7 @@ from benchmarks.goodput_table.design import SETTINGS, Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
 from benchmarks.goodput_table.report import control_lines, lines_of, table
 from benchmarks.hetero.contender import MODULE
-from benchmarks.hetero.verdict import MIN_CONTROL
+from benchmarks.hetero.verdict import MIN_CONTROL, overrun_share
 from benchmarks.links.namespaces import slow_link
 from elche.demo.compare import ContenderRun, machine, run_contender
 from elche.errors import ElcheError
@@ -210,7 +210,7 @@ def _record(setting: Setting, contender: str, repeat: int, run: ContenderRun) ->
         samples_per_s=sum(run.rate(rank) for rank in each),
         seconds=result["train_s"],
         windows=result["windows"] or steps,
-        overrun=run.overrun_share,
+        overrun=overrun_share(run),
         loss=run.curve()[-1][2],
         **_learning(setting, contender, result),
     )

@@ -122,7 +122,7 @@ class BenchVerdict:
         sent = statistics.median(_sent_per_sample(run) for run in runs)
         if sent >= 1.0:  # the kernel itself says a little on every link
             remarks.append(f"{_in_bytes(sent)} per sample on the link")
-        overrun = max(run.overrun_share for run in runs)
+        overrun = max(overrun_share(run) for run in runs)
         if overrun > MOST_OVERRUN:
             remarks.append(f"overrun {overrun:.1%}")
         return ContenderResult(
@@ -140,7 +140,7 @@ class BenchVerdict:
         interval = self._against_reference(name)
         details: dict[str, Any] = {
             "emulated": True,
-            "overrun_share": statistics.median(run.overrun_share for run in runs),
+            "overrun_share": statistics.median(overrun_share(run) for run in runs),
             "sent_bytes_per_sample": statistics.median(
                 _sent_per_sample(run) for run in runs
             ),
@@ -148,7 +148,7 @@ class BenchVerdict:
                 "samples_per_s": self._rates[name],
                 "efficiency": self._efficiencies(name),
                 "eval_loss": self._losses(name),
-                "overrun_share": [run.overrun_share for run in runs],
+                "overrun_share": [overrun_share(run) for run in runs],
                 "train_s": [run.ranks[0]["train_s"] for run in runs],
             },
         }
@@ -233,7 +233,7 @@ class BenchVerdict:
                 f" {MIN_WINDOWS}: raise --seconds"
             )
         for name in self._names:
-            overrun = statistics.median(run.overrun_share for run in self._runs[name])
+            overrun = statistics.median(map(overrun_share, self._runs[name]))
             if overrun > MOST_OVERRUN:
                 warnings.append(
                     f"{name}: real computing exceeded the emulated time by"
@@ -251,6 +251,13 @@ def _rate(name: str, run: ContenderRun) -> float:
     """Samples per second of a run; the control's ranks each count for themselves."""
     ranks = len(run.ranks) if name == CONTROL else 1
     return sum(run.rate(rank) for rank in range(ranks))
+
+
+def overrun_share(run: ContenderRun) -> float:
+    """Overrun of emulated compute as a fraction of it, on the worst rank."""
+    emulated = [result for result in run.ranks if result["nominal_s"]]
+    shares = [float(r["overrun_s"] / r["nominal_s"]) for r in emulated]
+    return max(shares, default=0.0)
 
 
 def _sent_per_sample(run: ContenderRun) -> float:

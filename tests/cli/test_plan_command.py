@@ -162,8 +162,8 @@ def test_the_format_in_the_help_is_one_that_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--microbatches", "0"), "at least one microbatch, got 0"),
-        (("--stages-per-device", "0"), "at least one stage per device, got 0"),
+        (("--microbatches", "0"), "microbatches to be an int >= 1, got 0"),
+        (("--stages-per-device", "0"), "stages_per_device to be an int >= 1, got 0"),
         (("--draw", "plan.svg"), "--draw` was removed: the terminal shows"),
         (("--json", "/no/such/place"), "cannot write"),
         (("--schedule", "2f2b"), "'2f2b' is not one of"),
@@ -215,7 +215,10 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ),
         (LAYER + "name = ''\n" + DEVICE, "[[layer]] 0: expected a name of at least"),
         (LAYER + "backward_s = 'x'\n" + DEVICE, "a number for backward_s"),
-        (LAYER + "activation_bytes = -1\n" + DEVICE, "activation_bytes of at least 0"),
+        (
+            LAYER + "activation_bytes = -1\n" + DEVICE,
+            "activation_bytes to be a finite number >= 0",
+        ),
         ("[[layer]]\ntimes_s = [1, 1]\n" + DEVICE, "expected times_s = [F, I, W]"),
         (
             "[[layer]]\ntimes_s = [1, 1, -1]\n" + DEVICE,
@@ -231,7 +234,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ),
         (
             LAYER + DEVICE + "speed = 0",
-            "[[device]] 0: device a: expected a speed above",
+            "[[device]] 0: expected speed of device a to be",
         ),
         (
             LAYER + DEVICE + "kind = 3",
@@ -239,7 +242,7 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         ),
         (LAYER + DEVICE + "memory_bytes = 0", "expected memory_bytes above 0"),
         (LAYER + DEVICE + DEVICE, "two devices are called 'a'"),
-        (LAYER + DEVICE + "[link]\nlatency_s = -1", "[link]: expected latency_s of at"),
+        (LAYER + DEVICE + "[link]\nlatency_s = -1", "[link]: expected latency_s to be"),
         (LAYER + DEVICE + "[link]\nefficiency = 2", "[link]: efficiency must be above"),
         (
             LAYER + DEVICE + "[[link_between]]\ndevices = ['a', 'b']",

@@ -50,12 +50,6 @@ def test_parts_of_a_batch_meet_and_cover_it() -> None:
     assert split_edges(32, (1.0, 0.25))[1:] == [26, 32]
 
 
-def test_overrun_is_that_of_the_worst_rank() -> None:
-    run = run_of("x", rank_result(overrun_s=0.1), rank_result(overrun_s=0.5))
-    assert run.overrun_share == pytest.approx(0.05)
-    assert run_of("x", rank_result(nominal_s=0.0)).overrun_share == 0.0
-
-
 def test_disturbance_is_overrun_or_waiting_for_a_core_of_the_worst_rank() -> None:
     starved = rank_result(100.0, starved_s=2.0)  # of 10 s
     overrun = rank_result(100.0, overrun_s=1.0, nominal_s=5.0)

@@ -18,8 +18,7 @@ from elche.cli.main import main
 from elche.demo import demo
 from elche.demo.compare import ContenderRun, Devices
 from elche.demo.demo import SPEEDS, DemoConfig, choose_devices, run_contenders
-from elche.demo.outcome import DemoOutcome
-from elche.demo.picture import draw
+from elche.demo.outcome import DemoOutcome, draw
 from elche.devices import choice
 from elche.monitor.progress import TaskProgress
 from tests.demo.fake_runs import rank_result, run_of
@@ -102,7 +101,7 @@ def test_a_diverged_contender_has_no_time_to_the_loss() -> None:
 def test_it_says_what_was_emulated_and_how_well() -> None:
     honest = DemoOutcome(EMULATED, runs_with(overrun_s=0.05))
     assert "stretched by sleeping to 1.25 ms and 5 ms per sample" in honest.emulated
-    assert "by 0.5% at most" in honest.emulated
+    assert "by 4.8% of the training time at most (in elche-cadence)" in honest.emulated
     assert not honest.warning
     real = DemoOutcome(Devices(names=("cuda:0", "cpu")), runs_with()).emulated
     assert real.startswith("Nothing was emulated: a device and a device.")
@@ -118,7 +117,11 @@ def test_a_disturbed_run_gets_no_verdict(planted: dict[str, float]) -> None:
     auto, sync = rows["elche-auto"], rows["elche-sync"]
     assert outcome.disturbed == {"elche-auto"}
     assert outcome.headline.startswith("DISTURBED by a busy machine:\n")
-    assert re.match(r"DISTURBED .* machine: elche-auto \(\d+%\)", outcome.warning)
+    marked = re.match(r"DISTURBED .* machine: elche-auto \((\d+)%\)", outcome.warning)
+    said = re.search(r"by ([0-9.]+)% of .* \(in elche-auto\)", outcome.emulated)
+    assert marked
+    assert said
+    assert round(float(said[1])) == int(marked[1])  # one measure
     assert auto.note == "DISTURBED, both devices"
     assert (auto.gain, auto.efficiency, auto.time_to_loss_s) == (None, None, None)
     assert (auto.samples_per_s, sync.gain) == (pytest.approx(910), pytest.approx(1.15))

@@ -225,7 +225,7 @@ def test_actions_that_do_not_belong(one: StageAction, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_microbatches": 0}, "at least one microbatch"),
+        ({"num_microbatches": 0}, "microbatches to be an int >= 1"),
         ({"placement": ()}, "at least one stage"),
         ({"placement": loop_placement(2)}, "outside 0 to 0"),
     ],

@@ -174,7 +174,10 @@ class Stream(IterableDataset[Any]):
             lambda: elche.evaluate(lambda b: b[0], over(9)),
             r"the mean over the batch as a number.* Tensor of shape \[4, 1\]",
         ),
-        (lambda: elche.predict(rows, over(9), on="rank0"), "'all' or 'main', got 'ra"),
+        (
+            lambda: elche.predict(rows, over(9), on="rank0"),
+            "unknown on 'rank0'; expected one of: all, main",
+        ),
         (
             lambda: elche.predict(lambda b: b[0][1:], over(9)),
             r"a row for each of 4 samples, got a tensor of shape \[3, 1\]",

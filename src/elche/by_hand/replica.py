@@ -28,19 +28,16 @@ import torch
 from torch import nn
 
 from elche.by_hand.manual_run import ManualRun
-from elche.by_hand.replica_calls import (
-    GradientExchange,
-    Structure,
-    announce,
-    check_gradients,
-)
+from elche.by_hand.replica_calls import Structure, announce, check_gradients
 from elche.cadence.call_shares import FACTS
+from elche.comm.gradients.gradient_messages import GradientMessage, make_messages
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
 from elche.comm.tensors.equal_tensors import average, broadcast_bits, differing
 from elche.comm.tensors.unshareable import unshareable_module
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
+from elche.config_checks import check_choice
 from elche.config_parts import TransportConfig, TransportKind
 from elche.devices.choice import CPU
 from elche.errors import ConfigError, MismatchError
@@ -108,7 +105,7 @@ class Replica:
         self.group = group
         self.name = name
         self._structure = Structure(model)
-        self._gradients = GradientExchange(group)
+        self._messages: list[GradientMessage] = []
         self._scope = NormScope()
         self._is_stale = True
         process.weighs_gradients = True
@@ -167,10 +164,7 @@ class Replica:
         Raises:
             ConfigError: the rule is unknown.
         """
-        if rule not in BUFFER_RULES:
-            raise ConfigError(
-                f"unknown rule {rule!r}; expected one of: {', '.join(BUFFER_RULES)}"
-            )
+        check_choice("rule", rule, BUFFER_RULES)
         what = self._announce(f"sync_buffers({rule!r})")[0]
         if self.world_size == 1:
             return
@@ -261,7 +255,12 @@ class Replica:
             )
         if self.world_size > 1:
             with waiting(self._device):
-                self._gradients.reduce(known[self.rank] / total, what)
+                for message in self._messages:
+                    message.begin(known[self.rank] / total)
+                for message in self._messages:
+                    message.exchange.wait(what)
+                for message in self._messages:
+                    message.write()
 
     def _announce(
         self, call: str, values: Sequence[float] | None = None
@@ -283,7 +282,8 @@ class Replica:
         process.shares.report([row[:FACTS] for row in rows])
         if is_stale:
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            self._gradients.build(trained)
+            self._messages = []  # frees their memory
+            self._messages = make_messages(trained, self.group)
             weight = self._scope.loss_weight
             self._scope = bind_sync_batchnorm(self.model, self.group) or NormScope()
             self._scope.weigh(weight)

@@ -4,10 +4,6 @@ In a user's own loop, ranks can get out of step: one updates the discriminator w
 another updates the generator. Every call therefore first exchanges a few numbers over
 gloo's sockets, which also detects a dead rank at once. On a mismatch every rank raises
 the same error and nothing is reduced.
-
-Gradients of one model are weighted and summed over all ranks in one message per dtype,
-without overlap with backward. The reduction is out of place: a rank's gradients stay
-unchanged until all parts have arrived. Half-precision gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -15,19 +11,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elche.comm.gradients.buckets.bucket import BucketLayout
-from elche.comm.tensors.flat import wire_dtype
 from elche.comm.tensors.unshareable import difference, model_layout
-from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.devices.choice import CPU
 from elche.errors import ConfigError, MismatchError, ProtocolError
 
 HEAD = 3
@@ -121,84 +112,6 @@ def announce(
 
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if is_lazy(tensor) else tuple(tensor.shape)
-
-
-@dataclass(slots=True)
-class _Message:
-    """Parameters whose gradients share a message, which ends with a flag for each."""
-
-    parameters: list[nn.Parameter]
-    layout: BucketLayout
-    exchange: Exchange
-
-    def fill(self, side: int, weight: float) -> None:
-        """Writes this rank's part; weight 0 writes zeros, never 0 times a value."""
-        message = self.exchange.contribution(side).zero_()
-        *parts, flags = self.layout.views(message)
-        for flag, parameter, part in zip(flags, self.parameters, parts, strict=True):
-            if weight and parameter.grad is not None:
-                part.copy_(parameter.grad).mul_(weight)
-                flag.fill_(1.0)
-
-    def set_gradients(self, total: torch.Tensor) -> None:
-        """Sets every ``p.grad`` to its mean, or to None if no rank used it."""
-        *means, flags = self.layout.views(total)
-        used = flags.tolist()
-        for is_used, parameter, mean in zip(used, self.parameters, means, strict=True):
-            if not is_used:
-                parameter.grad = None
-                continue
-            if parameter.grad is None or parameter.grad.is_conj():
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(mean)
-
-
-@final
-class GradientExchange:
-    """Reduces the gradients of one model on request.
-
-    Args:
-        group: process group of all ranks; `build` and `reduce` are collective calls.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._messages: list[_Message] = []
-        self._side = 0
-
-    def build(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Opens the messages for these parameters; a collective call."""
-        self._messages = []
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_dtype.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
-        for dtype, members in by_dtype.items():
-            layout = BucketLayout(members, keeps_strides=False, dtype=dtype)
-            exchange = open_exchange(
-                self._group, layout.numel, layout.dtype, CPU, sides=2
-            )
-            self._messages.append(_Message(members, layout, exchange))
-
-    @torch.no_grad()
-    def reduce(self, weight: float, what: str) -> None:
-        """Makes every ``p.grad`` the weighted sum over ranks.
-
-        A parameter gets None if no rank of positive weight has a gradient for it.
-
-        Args:
-            weight: this rank's weight; the weights of all ranks sum to one.
-            what: description of the call for errors.
-
-        Raises:
-            CommunicationError: a rank did not arrive in time.
-        """
-        self._side = 1 - self._side
-        for message in self._messages:
-            message.fill(self._side, weight)
-            message.exchange.begin(self._side)
-        totals = [message.exchange.finish(what) for message in self._messages]
-        for message, total in zip(self._messages, totals, strict=True):
-            message.set_gradients(total)
 
 
 def check_gradients(model: nn.Module) -> None:

@@ -11,8 +11,8 @@ import click
 from elche import __version__
 from elche.cli.files import json_option
 from elche.cli.page_command import page as page_command
+from elche.cli.page_command import report as report_command
 from elche.cli.plan_command import plan as plan_command
-from elche.cli.report_command import report as report_command
 from elche.cli.run_command import rank_options
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command

@@ -12,6 +12,7 @@ ranks on the CPU of one host reduce in shared memory.
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -60,6 +61,7 @@ OF_HOOK = (
 )
 """Attributes that a copy of the wrapper rebuilds instead of copying."""
 _DTYPE = attrgetter("dtype")
+_SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel)
 
 
 @final
@@ -70,6 +72,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: the model; the same on every rank.
+        *given: torch's further arguments by position.
         dim: batch dimension of the inputs.
         broadcast_buffers: after a backward in which a rank wrote buffers, broadcast
             those of the lowest rank that had a batch (usually rank 0, as in torch).
@@ -88,7 +91,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         timeout_s: deadline of each wait for gradients; None: the process group's.
         transport: ``"auto"`` reduces in shared memory if all ranks compute on the CPU
             of one host; ``"gloo"`` always uses the process group.
-        **options: torch's other arguments.
+        **options: torch's arguments by name.
 
     Raises:
         ConfigError: an argument is wrong, or the model cannot be reduced.
@@ -99,18 +102,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: list[Any] | None = None,
-        output_device: Any = None,
-        dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: Any = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        *,
+        *given: Any,
         loss_reduction: Literal["mean", "sum"] = "mean",
         weight_by: Literal["samples", "ranks"] = "samples",
         strategy: Literal["overlapped", "synchronous", "none"] = "overlapped",
@@ -119,43 +111,29 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: Any,
     ) -> None:
         refuse_arguments(options)
-        buffers = options.get("forward_sync_buffers"), broadcast_buffers, True
+        of_torch = _SIGNATURE.bind(module, *given, **options).arguments
+        buffers = map(of_torch.get, ("forward_sync_buffers", "broadcast_buffers"))
         settings = {
             "loss_reduction": loss_reduction,
             "weight_by": weight_by,
             "strategy": strategy,
             "transport": transport,
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "keeps_buffers": next(each for each in buffers if each is not None),
-            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": of_torch.get("find_unused_parameters", False),
+            "static_graph": of_torch.get("static_graph", False),
+            "keeps_buffers": next((each for each in buffers if each is not None), True),
+            "bucket_cap_mb": of_torch.get("bucket_cap_mb"),
         }
-        group = as_group(process_group, timeout_s)
+        group = as_group(of_torch.get("process_group"), timeout_s)
         ignored = frozenset(getattr(module, IGNORED_BY_DDP, ()))
         compare(group, module, ignored, settings)
-        if bucket_cap_mb is None and "bucket_cap_mb_list" not in options:
-            bucket_cap_mb = cap_mb(module)
-        if broadcast_buffers is not None:  # deprecated by torch
-            options["broadcast_buffers"] = broadcast_buffers
-        super().__init__(
-            module,
-            device_ids,
-            output_device,
-            dim,
-            init_sync=init_sync,
-            process_group=group.torch_group,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            **options,
-        )
+        of_torch["process_group"] = group.torch_group
+        if settings["bucket_cap_mb"] is None and "bucket_cap_mb_list" not in of_torch:
+            of_torch["bucket_cap_mb"] = cap_mb(module)
+        super().__init__(**of_torch)
         self._settings = settings
         self._norms: NormScope | None = None
-        layers = sync_batchnorm_layers(module).values()
         is_alone = strategy == "none" or group.world_size == 1
-        if not (is_alone or all(layer.has_own_scope for layer in layers)):
+        if not is_alone and sync_batchnorm_layers(module):
             self._norms = bind_sync_batchnorm(module, group.sibling())
         self._attach(group)
 

@@ -108,13 +108,6 @@ class ContenderRun:
         return tuple(str(result["device"]) for result in self.ranks)
 
     @property
-    def overrun_share(self) -> float:
-        """Overrun of emulated compute as a fraction of it, on the worst rank."""
-        emulated = [result for result in self.ranks if result["nominal_s"]]
-        shares = [float(r["overrun_s"] / r["nominal_s"]) for r in emulated]
-        return max(shares, default=0.0)
-
-    @property
     def disturbance(self) -> float:
         """Overrun, or wait for a core, as a fraction of the worst rank's training."""
         lost = (max(r["overrun_s"], r["starved_s"]) / r["train_s"] for r in self.ranks)

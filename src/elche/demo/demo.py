@@ -21,8 +21,7 @@ from elche.demo.compare import (
     whole_batches,
 )
 from elche.demo.contender import ContenderSpec
-from elche.demo.outcome import SOLO, DemoOutcome
-from elche.demo.picture import draw
+from elche.demo.outcome import SOLO, DemoOutcome, draw
 from elche.demo.workload import BATCH_SIZE, GPT_MODEL, language_workload
 from elche.devices import choice
 from elche.errors import ConfigError

@@ -1,9 +1,10 @@
-"""The demo's results: table, sentences, and figures for JSON."""
+"""The demo's results: table, sentences, picture, and figures for JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from elche.demo.compare import MOST_DISTURBED, ContenderRun, Devices, machine
@@ -16,6 +17,7 @@ SOLO = "solo"
 EQUAL_WITHIN = 0.02
 """Relative differences below this are within the noise of a single run."""
 _SECONDS, _SAMPLES = 0, 1
+_STYLES = list(zip(("0.35", "0.65", "C3", "C0", "C2", "C1"), "osvD^x", strict=True))
 
 
 class DemoOutcome:
@@ -40,8 +42,8 @@ class DemoOutcome:
         self.curves = curves = _curves(runs)
         finals = [c[-1][2] for c in curves.values() if not _is_cut(c, curves)]
         self.target_loss = max(filter(math.isfinite, finals), default=None)
-        shares = {name: run.disturbance for name, run in runs.items()}
-        busy = {n: share for n, share in shares.items() if share > MOST_DISTURBED}
+        self._disturbance = {name: run.disturbance for name, run in runs.items()}
+        busy = {n: d for n, d in self._disturbance.items() if d > MOST_DISTURBED}
         # Every verdict is relative to the devices alone.
         self.disturbed = {n for n in curves if n in busy or SOLO in busy}
         self.warning = ""
@@ -51,7 +53,7 @@ class DemoOutcome:
         self.table = self._table()
         self.sentences = self._sentences()
         self.headline = (self.warning or self.sentences[1]).replace(": ", ":\n")
-        self.emulated = _what_was_emulated(devices, [*runs.values()])
+        self.emulated = self._what_was_emulated()
 
     def figures(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """All figures for JSON output, with further facts about the run."""
@@ -63,8 +65,7 @@ class DemoOutcome:
             "emulated": self._devices.emulated,
             "target_loss": self.target_loss,
             "parameters": solo.ranks[0]["parameters"],
-            "overrun_share": {n: run.overrun_share for n, run in self._runs.items()},
-            "disturbance": {n: run.disturbance for n, run in self._runs.items()},
+            "disturbance": self._disturbance,
             "sentences": [*self.sentences, self.emulated],
             **facts,
             "machine": machine(),
@@ -141,6 +142,58 @@ class DemoOutcome:
             parts.append(f"Here {_in_words(worse)} {slower}")
         return parts
 
+    def _what_was_emulated(self) -> str:
+        """The demo's closing text: the emulated and real parts, and the accuracy."""
+        devices, disturbance = self._devices, self._disturbance
+        together = "The runs alone trained at the same time, each on its own device."
+        if not devices.emulated:
+            names = _in_words(self._runs[SOLO].devices)
+            return f"Nothing was emulated: {names}. {together}"
+        times = [f"{devices.ms_per_sample / speed:g} ms" for speed in devices.speeds]
+        worst = max(disturbance, key=lambda name: disturbance[name])
+        return (
+            "Emulated: both devices are processes on this machine's CPU, whose real"
+            f" training is stretched by sleeping to {_in_words(times)} per sample."
+            " Text, model, gradients, losses and communication are real."
+            f" {together} The busy machine delayed computing by"
+            f" {disturbance[worst]:.1%} of the training time at most (in {worst})."
+        )
+
+
+def draw(outcome: DemoOutcome, path: Path) -> None:
+    """Draws all contenders into a PNG; the title is the result, or the disturbance.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), dpi=90, layout="constrained")
+    figure.suptitle(outcome.headline, color="C3" if outcome.warning else "black")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    rows = outcome.table
+    total = sum(row.samples_per_s for row in rows if row.name.startswith(SOLO))
+    for index, (row, (color, marker)) in enumerate(zip(rows, _STYLES, strict=True)):
+        seconds, _, losses = zip(*outcome.curves[row.name], strict=True)
+        lost = row.name in outcome.disturbed
+        line = left.plot(seconds, losses, ":" if lost else "-", label=row.name)[0]
+        # An overlapped curve shows as the margin of a thinner one.
+        line.set(color=color, linewidth=6 - index, marker=marker)
+        line.set(markersize=4 + index, fillstyle="none")
+        bar = right.barh(row.name, row.samples_per_s, color=color, alpha=1 - 0.7 * lost)
+        share = "disturbed" if lost else f"{row.samples_per_s / total:.0%}"
+        right.bar_label(bar, [f" {share} "], label_type="center")
+    left.set(xlabel="training time (s)", ylabel="evaluation loss")
+    if outcome.target_loss is not None:
+        left.axhline(outcome.target_loss, color="black", linewidth=0.8, linestyle="--")
+    left.legend(frameon=False)
+    right.set(xlabel="samples/s (dashed: sum of the devices alone)")
+    right.axvline(total, color="black", linewidth=0.8, linestyle="--")
+    right.invert_yaxis()
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
 
 def _curves(runs: Mapping[str, ContenderRun]) -> Mapping[str, Curve]:
     """Evaluations of the contenders; each solo device is a separate contender."""
@@ -159,22 +212,6 @@ def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None
     if target_loss is None:
         return None
     return time_to_loss([(point[axis], point[2]) for point in curve], target_loss)
-
-
-def _what_was_emulated(devices: Devices, runs: Sequence[ContenderRun]) -> str:
-    """The demo's closing text: the emulated and real parts, and the accuracy."""
-    together = "The runs alone trained at the same time, each on its own device."
-    if not devices.emulated:
-        return f"Nothing was emulated: {_in_words(runs[0].devices)}. {together}"
-    times = [f"{devices.ms_per_sample / speed:g} ms" for speed in devices.speeds]
-    worst = max(runs, key=lambda run: run.overrun_share)
-    return (
-        "Emulated: both devices are processes on this machine's CPU, whose real"
-        f" training is stretched by sleeping to {_in_words(times)} per sample."
-        " Text, model, gradients, losses and communication are real."
-        f" {together} Real computing exceeded the emulated time by"
-        f" {worst.overrun_share:.1%} at most (in {worst.name})."
-    )
 
 
 def _in_words(names: Sequence[str]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from elche.config_checks import check_fields
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
 from elche.schedule.costs import PipelineCosts
@@ -88,11 +88,8 @@ class PipelineConfig:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        replicas, limits, stages = (
-            self.replicas,
-            self.memory_bytes,
-            self.stages_per_rank,
-        )
+        check_fields(self, whole={"stages_per_rank": 1}, positive=("timeout_s",))
+        replicas, limits = self.replicas, self.memory_bytes
         if self.weight_of is not None and self.loss_reduction == "sum":
             raise ConfigError(
                 "weight_of= weights means; leave it out with loss_reduction='sum'"
@@ -105,17 +102,13 @@ class PipelineConfig:
             isinstance(one, (int, float)) and one > 0 for one in limits
         )
         checks = {
-            "loss_reduction": self.loss_reduction in ("mean", "sum"),
             "whole": not isinstance(self.whole, str),
-            "transport": self.transport in ("auto", "gloo"),
             "replicas": not isinstance(replicas, (bool, str))
             and (not isinstance(replicas, int) or replicas >= 1),
             "costs": not isinstance(self.costs, str) or self.costs == "measure",
             "memory_bytes": limits is None or are_bytes,
             "partition": self.partition is None or min(self.partition, default=1) >= 1,
             "init": self.init in (None, "load") or callable(self.init),
-            "stages_per_rank": stages is None or stages >= 1,
-            "timeout_s": math.isfinite(self.timeout_s) and self.timeout_s > 0,
         }
         for name, is_right in checks.items():
             if not is_right:
@@ -126,17 +119,13 @@ class PipelineConfig:
 
 
 _EXPECTED = {
-    "loss_reduction": "loss_reduction 'mean' or 'sum'",
     "whole": "names such as whole=('mask',)",
-    "transport": "transport 'auto' or 'gloo'",
     "replicas": "replicas of at least 1, or the ranks of each replica such as "
     "[[0, 1], [2, 3]]",
     "costs": "costs of the stages or 'measure'",
     "memory_bytes": "bytes above 0 for each rank as memory_bytes",
     "partition": "at least one layer in each stage as partition",
     "init": "a function of a layer or 'load' as init",
-    "stages_per_rank": "stages_per_rank of at least 1",
-    "timeout_s": "a positive timeout_s",
 }
 
 

@@ -81,39 +81,24 @@ def run(
     """
     from elche.launching.launching import Returned, value_of
 
-    is_per_node = isinstance(ranks, PerNode)
-    specs = [] if isinstance(ranks, PerNode) else ranks
-    is_list = isinstance(specs, Sequence) and (is_per_node or specs)
-    if not is_list or not all(isinstance(spec, RankSpec) for spec in specs):
-        raise ConfigError(
-            "expected a list of at least one RankSpec, or elche.ray.per_node(), got "
-            f"{ranks!r}"
-        )
-    if speeds is not None and len(speeds) != len(specs):
-        raise ConfigError("expected speeds of each of a fixed number of ranks")
-    if is_per_node and (max_restarts or not rejoin):
+    hints = _hints_of(ranks, speeds)
+    if isinstance(ranks, PerNode) and (max_restarts or not rejoin):
         raise ConfigError(
             "expected max_restarts=0 and rejoin from 1 on with per_node, whose ranks "
             f"come and go, got {max_restarts} and {rejoin}; give a list of RankSpec"
         )
-    hints = [each.speed_hint for each in specs if each.speed_hint is not None]
-    if hints and len(hints) < len(specs):
-        raise ConfigError(
-            f"expected a speed_hint of every rank or of none, got {len(hints)} for "
-            f"{len(specs)} ranks"
-        )
     is_script = isinstance(train, (str, Path))
     if not is_script and not callable(train):
         raise ConfigError(f"expected a function or a script's path, got {train!r}")
+    own = {
+        "ELCHE_POLICY": policy,
+        "ELCHE_MIN_RANKS": min_ranks,
+        "ELCHE_SPEED_HINTS": ",".join(map(str, hints)) or None,
+    }
     variables = dict(environment or {})
-    for name, value in variables.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigError(
-                f"expected text in environment, got {value!r} as {name!r}"
-            )
-    own = {"ELCHE_POLICY": policy, "ELCHE_MIN_RANKS": min_ranks}
-    more = {**own, "ELCHE_SPEED_HINTS": ",".join(map(str, hints)) or None}
-    variables |= {name: str(each) for name, each in more.items() if each is not None}
+    variables |= {name: str(each) for name, each in own.items() if each is not None}
+    if not all(isinstance(text, str) for pair in variables.items() for text in pair):
+        raise ConfigError(f"expected text in environment, got {environment!r}")
     launch = LaunchConfig(
         command=(str(train), *map(str, args)) if is_script else (),
         speeds=None if speeds is None else tuple(speeds),
@@ -142,6 +127,33 @@ def run(
         return Returned(*pickle.loads(message)) if message else Returned()
 
     return value_of(result, returned_by)
+
+
+def _hints_of(
+    ranks: Sequence[RankSpec] | PerNode, speeds: Sequence[float] | None
+) -> list[float]:
+    """The ranks' speed hints; [] if none has one.
+
+    Raises:
+        ConfigError: the requirements or the number of speeds are wrong.
+    """
+    is_per_node = isinstance(ranks, PerNode)
+    specs = [] if isinstance(ranks, PerNode) else ranks
+    is_list = isinstance(specs, Sequence) and (is_per_node or specs)
+    if not is_list or not all(isinstance(spec, RankSpec) for spec in specs):
+        raise ConfigError(
+            "expected a list of at least one RankSpec, or elche.ray.per_node(), got "
+            f"{ranks!r}"
+        )
+    if speeds is not None and len(speeds) != len(specs):
+        raise ConfigError("expected speeds of each of a fixed number of ranks")
+    hints = [each.speed_hint for each in specs if each.speed_hint is not None]
+    if hints and len(hints) < len(specs):
+        raise ConfigError(
+            f"expected a speed_hint of every rank or of none, got {len(hints)} for "
+            f"{len(specs)} ranks"
+        )
+    return hints
 
 
 def _pickled(train: object, args: tuple[Any, ...]) -> bytes:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 
 
@@ -130,10 +131,7 @@ class Schedule:
 
 def check_microbatches(num_microbatches: int) -> None:
     """Raises ConfigError for a schedule without microbatches."""
-    if num_microbatches < 1:
-        raise ConfigError(
-            f"a schedule needs at least one microbatch, got {num_microbatches}"
-        )
+    check_whole("the number of microbatches", num_microbatches, 1)
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from elche.config_checks import check_not_negative
 from elche.errors import ConfigError
 
 
@@ -39,10 +40,8 @@ class StageCost:
     def __post_init__(self) -> None:
         for field in self.__dataclass_fields__:
             value = getattr(self, field)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(
-                    f"{field} of a stage must be a number of at least 0, got {value}"
-                )
+            if value is not None:
+                check_not_negative(f"{field} of a stage", value)
         if self.kept > self.activation:
             raise ConfigError(
                 f"kept_for_weight is a part of activation ({self.activation}), "
@@ -105,8 +104,7 @@ class PipelineCosts:
                 f"stages, got {len(self.links)}"
             )
         for time in self.links:
-            if not 0 <= time < math.inf:
-                raise ConfigError(f"times of links must be at least 0, got {time}")
+            check_not_negative("the time of a link", time)
         if len(self.memory) not in (0, self.num_ranks):
             raise ConfigError(
                 f"expected a memory limit for each of {self.num_ranks} ranks, got "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, fields
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
+from elche.config_checks import is_number
 from elche.errors import ConfigError
 
 Table = TypeVar("Table")
@@ -96,11 +97,6 @@ def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
         raise ConfigError(f"write [[{name}]], a list of tables, got {found!r}")
     return found
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """True if the value is a number, not a boolean."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None:

@@ -7,9 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from elche.config import RunConfig
+from elche.config_checks import is_number
 from elche.config_parts import FORMER_SETTINGS
 from elche.errors import ConfigError
-from elche.schedule.table_values import check_keys, is_number, read_table, tables
+from elche.schedule.table_values import check_keys, read_table, tables
 from elche.sim.cluster import (
     Cluster,
     Device,

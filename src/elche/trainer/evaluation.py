@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from elche.comm.norm.norm_scope import NormScope
+from elche.config_checks import check_choice
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.transfer import to_device
@@ -91,8 +92,7 @@ def predict(
             progress.
         CommunicationError: a rank did not call it in time.
     """
-    if on not in ("all", "main"):
-        raise ConfigError(f"expected on to be 'all' or 'main', got {on!r}")
+    check_choice("on", on, ("all", "main"))
     part = _Part.of(loader, "elche.predict")
     trees: list[Any] = []
     with torch.no_grad(), NormScope.dividing(part.call):

@@ -16,10 +16,8 @@ from elche.comm.codec.codec import (
     Codec,
     CodedMessage,
     chunks_of,
-    codec_named,
     parts_of,
 )
-from elche.errors import ConfigError
 from tests.comm.codec.codec_bounds import error_bound
 
 NAMES = tuple(CODECS)
@@ -123,7 +121,7 @@ def test_any_piece_is_decoded_as_in_the_whole(
 def test_encoded_sizes_are_the_documented_ones(
     name: str, numel: int, size_bytes: int
 ) -> None:
-    codec = codec_named(name)
+    codec = CODECS[name]
     assert codec.encoded_bytes(numel) == size_bytes
     message = CodedMessage(codec, range(numel))
     assert 8 <= message.memory.numel() - size_bytes < 16
@@ -223,10 +221,3 @@ def test_parts_cover_all_elements_in_order(
     assert all(0 <= part.start <= part.stop <= numel for part in parts)
     blocks = [-(-len(part) // block) for part in parts]
     assert max(blocks) - min(blocks) <= 1
-
-
-def test_unknown_codecs_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="unknown codec 'int3'; expected one of: fp32, bf16, int8"
-    ):
-        codec_named("int3")

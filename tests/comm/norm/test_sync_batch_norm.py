@@ -82,10 +82,16 @@ def _alone(layer: nn.Module, batch: torch.Tensor, repeats: int = 1) -> Result:
     return _result(layer, x, out)
 
 
+def _converted(module: nn.Module, group: ThreadGroup) -> Any:
+    made = convert_sync_batchnorm(module)
+    bind_sync_batchnorm(made, group)
+    return made
+
+
 def _shared(
     group: ThreadGroup, part: torch.Tensor, layer: nn.Module, repeats: int = 1
 ) -> Result:
-    converted = convert_sync_batchnorm(copy.deepcopy(layer), group)
+    converted = _converted(copy.deepcopy(layer), group)
     x = part.clone().requires_grad_()
     for _ in range(repeats):
         out = converted(x)
@@ -175,7 +181,7 @@ def test_a_large_mean_does_not_cancel() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precisions(dtype: torch.dtype) -> None:
     def half(group: ThreadGroup, part: torch.Tensor) -> torch.Tensor:
-        layer = convert_sync_batchnorm(nn.BatchNorm2d(C), group)
+        layer = _converted(nn.BatchNorm2d(C), group)
         x = part.to(dtype).requires_grad_()
         out = layer(x)
         assert out.dtype == dtype
@@ -286,7 +292,7 @@ def test_without_gradients_statistics_are_tracked() -> None:
         whole(batch)
 
     def run(group: ThreadGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
-        layer = convert_sync_batchnorm(_layer(), group)
+        layer = _converted(_layer(), group)
         with torch.inference_mode():
             layer(part)
         out = layer(part.requires_grad_())
@@ -304,13 +310,11 @@ def test_evaluation_is_torchs_and_waits_for_nobody() -> None:
     def run(group: ThreadGroup) -> None:
         layer = _layer()
         expected = layer.eval()(_batch(3))
-        converted = convert_sync_batchnorm(layer, group)
+        converted = _converted(layer, group)
         assert torch.equal(converted(_batch(3)), expected)
         untracked = _layer(track_running_stats=False).eval()
         expected = untracked(_batch(3))
-        assert torch.equal(
-            convert_sync_batchnorm(untracked, group)(_batch(3)), expected
-        )
+        assert torch.equal(_converted(untracked, group)(_batch(3)), expected)
         assert group.reductions == 0
 
     on_ranks(2, run)
@@ -318,7 +322,7 @@ def test_evaluation_is_torchs_and_waits_for_nobody() -> None:
 
 def test_all_ranks_empty() -> None:
     def run(group: ThreadGroup) -> torch.Tensor:
-        layer = convert_sync_batchnorm(_layer(), group)
+        layer = _converted(_layer(), group)
         x = _batch(2)[:0].requires_grad_()
         layer(x).sum().backward()
         return layer.running_var
@@ -329,7 +333,7 @@ def test_all_ranks_empty() -> None:
 
 def test_one_value_per_channel_is_refused_on_every_rank() -> None:
     def run(group: ThreadGroup, part: torch.Tensor) -> None:
-        layer = convert_sync_batchnorm(_layer("1d"), group)
+        layer = _converted(_layer("1d"), group)
         with pytest.raises(ConfigError, match="more than one value per channel"):
             layer(part)
 
@@ -339,7 +343,7 @@ def test_one_value_per_channel_is_refused_on_every_rank() -> None:
 def test_ranks_in_different_layers_are_named() -> None:
     def run(group: ThreadGroup) -> None:
         model = nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)).double()
-        convert_sync_batchnorm(model, group)
+        _converted(model, group)
         with pytest.raises(ProtocolError, match="is in another layer than"):
             model[group.rank](_batch(4, "1d"))
 
@@ -353,7 +357,7 @@ def test_where_the_small_messages_device_has_no_doubles_they_are_float32(
     monkeypatch.setattr(norm_scope, "widest_float", kinds.get)
 
     def run(group: ThreadGroup, part: torch.Tensor) -> torch.Tensor:
-        model = convert_sync_batchnorm(nn.Sequential(_layer("1d")), group)
+        model = _converted(nn.Sequential(_layer("1d")), group)
         out: torch.Tensor = model(part)
         assert {each.dtype for each in norm_sums(model)} == {torch.float32}
         return out
@@ -371,7 +375,7 @@ def norm_sums(model: nn.Module) -> list[torch.Tensor]:
 
 def test_a_rank_that_does_not_come_is_an_error_that_names_the_layer() -> None:
     def run(group: ThreadGroup) -> None:
-        model = convert_sync_batchnorm(nn.Sequential(_layer("1d")), group)
+        model = _converted(nn.Sequential(_layer("1d")), group)
         if group.rank == 0:
             with pytest.raises(CommunicationError, match="SyncBatchNorm '0'"):
                 model(_batch(4, "1d"))
@@ -381,7 +385,7 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_layer() -> None:
 
 def test_gradients_of_gradients_are_refused() -> None:
     def run(group: ThreadGroup, part: torch.Tensor) -> None:
-        layer = convert_sync_batchnorm(_layer("1d"), group)
+        layer = _converted(_layer("1d"), group)
         x = part.clone().requires_grad_()
         (grad,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -430,7 +434,7 @@ def test_lazy_layers_are_refused_until_they_know_their_size() -> None:
 
 def test_copies_share_the_scope_and_pickles_have_none() -> None:
     def run(group: ThreadGroup) -> None:
-        model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(C)), group)
+        model = _converted(nn.Sequential(nn.BatchNorm1d(C)), group)
         assert copy.deepcopy(model)[0].spans_ranks
         file = io.BytesIO()
         torch.save(model, file)
@@ -442,25 +446,22 @@ def test_copies_share_the_scope_and_pickles_have_none() -> None:
     on_ranks(2, run)
 
 
-def test_binding_leaves_layers_with_a_group_of_their_own() -> None:
-    def run(group: ThreadGroup, other: int) -> None:
-        model = nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C))
-        model[0] = convert_sync_batchnorm(model[0], group)
-        convert_sync_batchnorm(model[1:])
-        model[1] = convert_sync_batchnorm(model[1])
+def test_binding_without_a_group_ends_the_former_one() -> None:
+    def run(group: ThreadGroup) -> None:
+        model = _converted(nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)), group)
+        assert all(layer.spans_ranks for layer in model)
         scope = bind_sync_batchnorm(model, None)
         assert scope is not None
         assert scope.group.world_size == 1
-        assert model[0].spans_ranks
-        assert not model[1].spans_ranks
+        assert not any(layer.spans_ranks for layer in model)
 
-    on_ranks(2, run, [0, 0])
+    on_ranks(2, run)
     assert bind_sync_batchnorm(nn.Linear(2, 2), None) is None
 
 
 def test_bad_input() -> None:
     def run(group: ThreadGroup) -> None:
-        layer = convert_sync_batchnorm(_layer("1d"), group)
+        layer = _converted(_layer("1d"), group)
         with pytest.raises(ConfigError, match="at least 2 dimensions, got 1"):
             layer(torch.ones(C).double())
 

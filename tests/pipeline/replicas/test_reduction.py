@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from elche.comm.gradients import gradient_messages
 from elche.errors import CommunicationError, ConfigError
-from elche.pipeline.replicas import reduction
 from elche.pipeline.replicas.reduction import GradientReduction
 from elche.pipeline.replicas.replica_units import Unit
 from elche.pipeline.step.executor import StepInput, StepResults
@@ -150,10 +150,10 @@ def test_sums_begin_in_the_common_order() -> None:
     assert sizes == [[], [3, 4]]
 
 
-def test_large_gradients_travel_in_several_buckets(
+def test_large_gradients_travel_in_several_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(gradient_messages, "MESSAGE_BYTES", 40)
     group = Doubling()
     named = {str(index): learning(6) for index in range(3)}
     named["large"] = learning(30)

@@ -121,7 +121,7 @@ def test_what_raises_on_one_rank_is_told_everywhere(
     ("given", "message"),
     [
         ({"tokens": torch.zeros(3)}, r"expected tokens \[sequences, length\] of whole"),
-        ({"max_new_tokens": -1}, "max_new_tokens of at least 0, got -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens to be an int >= 0, got -1"),
         ({"choose": torch.argmax}, "choose to return one token for each of 1 seq"),
     ],
 )

@@ -158,7 +158,7 @@ def test_memory_below_one_microbatch_is_rejected() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "count", "message"),
-    [(0, 4, "at least one rank"), (4, 0, "at least one microbatch")],
+    [(0, 4, "ranks to be an int >= 1"), (4, 0, "microbatches to be an int")],
 )
 def test_nothing_to_schedule(ranks: int, count: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -163,7 +163,7 @@ def test_lowering_twice_is_rejected() -> None:
         ("interleaved-1f1b", (0, 0, 1, 1), 4, "is not defined"),
         ("interleaved-zb", (0, 1, 0), 4, "is not defined"),
         ("interleaved-1f1b", (0, 1, 0, 1), 5, "2 equal rounds .* got 5 .* such as 4"),
-        ("1f1b", (0, 1), 0, "at least one microbatch, got 0"),
+        ("1f1b", (0, 1), 0, "microbatches to be an int >= 1, got 0"),
         ("2f2b", (0, 1), 4, "expected a schedule among gpipe"),
     ],
 )
@@ -215,7 +215,7 @@ def test_costs_of_another_placement_are_rejected() -> None:
         ({"placement": (0,)}, "a rank for each of 2 stages"),
         ({"placement": (0, 2)}, "outside 0 to 1"),
         ({"links": (0.1, 0.1)}, "each of 1 links"),
-        ({"links": (-0.1,)}, "must be at least 0"),
+        ({"links": (-0.1,)}, "link to be a finite number >= 0"),
         ({"memory": (1.0,)}, "each of 2 ranks"),
         ({"memory": (1.0, 0.0)}, "above 0"),
     ],

@@ -250,9 +250,12 @@ def test_the_same_plan_every_time() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_microbatches": 0}, "at least one microbatch, got 0"),
+        ({"num_microbatches": 0}, "microbatches to be an int >= 1, got 0"),
         ({"num_microbatches": 2, "schedule": "2f2b"}, "a schedule among gpipe"),
-        ({"num_microbatches": 2, "stages_per_device": 0}, "at least one stage per dev"),
+        (
+            {"num_microbatches": 2, "stages_per_device": 0},
+            "stages_per_device to be an int >= 1",
+        ),
     ],
 )
 def test_questions_that_make_no_sense(

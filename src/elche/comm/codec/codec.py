@@ -31,8 +31,6 @@ from typing import final
 
 import torch
 
-from elche.errors import ConfigError
-
 LIMIT = 2.0**127
 """Magnitude from which a value counts as not finite."""
 
@@ -141,18 +139,6 @@ CODECS = {
         Codec("int4", 4, 32),
     )
 }
-
-
-def codec_named(name: str) -> Codec:
-    """Returns the codec of this name.
-
-    Raises:
-        ConfigError: no codec has this name.
-    """
-    if name not in CODECS:
-        known = ", ".join(CODECS)
-        raise ConfigError(f"unknown codec {name!r}; expected one of: {known}")
-    return CODECS[name]
 
 
 @final

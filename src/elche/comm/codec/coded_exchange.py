@@ -15,7 +15,7 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from elche.comm.codec.codec import Codec, codec_named
+from elche.comm.codec.codec import CODECS, Codec
 from elche.comm.codec.coded_hops import CodedHops
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.host_exchange import open_by_hosts
@@ -86,7 +86,6 @@ class CodedExchange(Exchange):
         self._phase = _Phase.IDLE
         self._has_sum = self._is_kept = False
         self._error: Exception | None = None
-        self._is_bare = False
 
     @property
     def residual(self) -> torch.Tensor:
@@ -174,8 +173,10 @@ class CodedExchange(Exchange):
                     self._step(what)
             except ElcheError as error:
                 self._break(error)
+        if type(self._error) is CommunicationError:  # has no explanation yet
+            raise self._group.on_failure(str(self._error), ()) from self._error
         if self._error is not None:
-            raise self._reason()
+            raise self._error
 
     @property
     @override
@@ -279,18 +280,7 @@ class CodedExchange(Exchange):
 
     def _break(self, error: ElcheError) -> None:
         self._phase, self._error = _Phase.BROKEN, error
-        self._is_bare = isinstance(error, CommunicationError)
         self._group.exchanges.discard(self)
-
-    def _reason(self) -> Exception:
-        """Returns the error that broke the exchange, with the group's explanation."""
-        error = self._error
-        assert error is not None
-        if self._is_bare and isinstance(error, CommunicationError):
-            why = self._error = self._group.on_failure(str(error), ())
-            why.__cause__, self._is_bare = error, False
-            return why
-        return error
 
     def _collected(self) -> torch.Tensor:
         result = self.result(0)
@@ -319,16 +309,13 @@ def open_coded_exchange(
         codec: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the same on all ranks.
         sides: 2 if training continues while a message is in flight.
         exact: number of elements before the weight that are sent as float32.
-
-    Raises:
-        ConfigError: no such codec exists.
     """
-    chosen, cpu = codec_named(codec), torch.device("cpu")
+    cpu = torch.device("cpu")
     if codec != "fp32" and dtype == torch.float32 and group.world_size > 1:
         opening = torch.tensor([next(_openings)], device="cpu")
         group.broadcast(opening, AGREEING)  # a number that rank 0 has not used yet
         tag = TAGS_PER_EXCHANGE * int(opening)
-        return CodedExchange(group, chosen, numel, tag, exact)
+        return CodedExchange(group, CODECS[codec], numel, tag, exact)
     if sides == 1:
         return open_by_hosts(group, numel, dtype, cpu)
     # A second side is for readers of shared memory.

@@ -151,54 +151,22 @@ class SyncBatchNorm(BatchNormBase):
     torch's BatchNorm. Every rank must call the layers equally often in the same order.
     A forward pass inside a backward pass is a recomputation (activation checkpointing):
     it normalises identically and keeps the running statistics. Gradients of gradients
-    are not supported.
-
-    Args:
-        num_features: number of channels.
-        eps: value added to the variance.
-        momentum: momentum of the running statistics; None for a cumulative mean.
-        affine: True for learnable weight and bias.
-        track_running_stats: True to keep running statistics.
-        device: device of parameters and buffers.
-        dtype: dtype of parameters and buffers.
-        scope: scope with the group to use; see :func:`bind_sync_batchnorm`.
+    are not supported. Arguments are those of torch's BatchNorm.
 
     Attributes:
-        scope: ranks that normalise together, and the weight of the current batch.
-        has_own_scope: True if the layer was made for a fixed group of its own.
+        scope: ranks that normalise together, and the weight of the current batch; this
+            rank alone until :func:`bind_sync_batchnorm`.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        scope: NormScope | None = None,
-    ) -> None:
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            device=device,
-            dtype=dtype,
-        )
-        self._attach(scope or NormScope(), "", is_own=scope is not None)
+    scope: NormScope = NormScope()
+    _name, _number = "", 0.0
 
     @classmethod
-    def converted(
-        cls, layer: BatchNormBase, scope: NormScope, name: str
-    ) -> SyncBatchNorm:
+    def converted(cls, layer: BatchNormBase, name: str) -> SyncBatchNorm:
         """Makes a layer that has a BatchNorm layer's tensors, hooks and modes."""
         made = cls.__new__(cls)
         made.__dict__.update(layer.__dict__)
-        made._attach(scope, name, is_own=scope.group.world_size > 1)
+        made._attach(cls.scope, name)
         return made
 
     @property
@@ -206,9 +174,8 @@ class SyncBatchNorm(BatchNormBase):
         """True if other ranks take part in training mode."""
         return self.scope.group.world_size > 1
 
-    def _attach(self, scope: NormScope, name: str, *, is_own: bool) -> None:
+    def _attach(self, scope: NormScope, name: str) -> None:
         self.scope = scope
-        self.has_own_scope = is_own
         self._name = name
         self._number = float(zlib.crc32(name.encode()) >> 8)  # exact in float32
 
@@ -340,17 +307,16 @@ def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     return mean, var, total
 
 
-def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers:
+def convert_sync_batchnorm(module: Layers) -> Layers:
     """Makes every BatchNorm layer of ``module`` a :class:`SyncBatchNorm`, in place.
 
     As in torch's converter, parameters, buffers, modes, hooks and names stay. A layer
-    used in two places stays shared.
+    used in two places stays shared. The ranks of the run normalise together, once
+    `elche.setup`, `elche.Replica` or `elche.DistributedDataParallel` has the model;
+    until then, and on one device, the layers are plain BatchNorm.
 
     Args:
         module: model, or a part of it.
-        group: group of the ranks that normalise together. None: the ranks of the run,
-            once `elche.setup`, `elche.Replica` or `elche.DistributedDataParallel` has
-            the model; until then, and on one device, the layers are plain BatchNorm.
 
     Returns:
         The same module, or a new layer if the module itself is a BatchNorm layer.
@@ -358,7 +324,6 @@ def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers
     Raises:
         ConfigError: a lazy layer has not seen its first batch.
     """
-    scope = NormScope(group)
     made: dict[int, SyncBatchNorm] = {}
 
     def replacement(layer: BatchNormBase, name: str) -> SyncBatchNorm:
@@ -368,7 +333,7 @@ def convert_sync_batchnorm(module: Layers, group: Group | None = None) -> Layers
                 "run one batch through it before it is converted"
             )
         if id(layer) not in made:
-            made[id(layer)] = SyncBatchNorm.converted(layer, scope, name)
+            made[id(layer)] = SyncBatchNorm.converted(layer, name)
         return made[id(layer)]
 
     if isinstance(module, BatchNormBase):
@@ -393,8 +358,6 @@ def sync_batchnorm_layers(model: nn.Module) -> dict[str, SyncBatchNorm]:
 def bind_sync_batchnorm(model: nn.Module, group: Group | None) -> NormScope | None:
     """Gives the model's SyncBatchNorm layers a group and one common scope.
 
-    Layers that were converted for their own group keep it.
-
     Args:
         model: model with the layers.
         group: group of the ranks that normalise together. Reductions concurrent with
@@ -404,14 +367,10 @@ def bind_sync_batchnorm(model: nn.Module, group: Group | None) -> NormScope | No
     Returns:
         The scope, or None if there are no such layers.
     """
-    layers = {
-        name: layer
-        for name, layer in sync_batchnorm_layers(model).items()
-        if not layer.has_own_scope
-    }
+    layers = sync_batchnorm_layers(model)
     if not layers:
         return None
     scope = NormScope(group)
     for name, layer in layers.items():
-        layer._attach(scope, name, is_own=False)
+        layer._attach(scope, name)
     return scope

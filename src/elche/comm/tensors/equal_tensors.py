@@ -55,7 +55,6 @@ def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[i
     return [at for at, (form, values) in enumerate(is_same.tolist()) if form > values]
 
 
-@torch.no_grad()
 def make_equal(
     group: Group, named: Sequence[tuple[str, torch.Tensor]], what: str
 ) -> None:
@@ -71,10 +70,7 @@ def make_equal(
         CommunicationError: the broadcast failed, or a rank timed out.
     """
     for index in differing(group, named):
-        tensor = named[index][1].detach()
-        host = tensor.to("cpu").contiguous()
-        group.broadcast(host, what)
-        tensor.copy_(host)
+        broadcast_bits(group, [named[index][1]], what)
 
 
 @torch.no_grad()

@@ -12,14 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 from weakref import WeakSet
 
 import torch
 from torch import distributed as dist
 
 from elche.comm.control.addresses import host_name
-from elche.comm.transport.host_work import HostWork
 from elche.devices.backends import gloo_takes
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals.groups import gloo_options
@@ -98,6 +97,37 @@ class _Alone:
 
     def shutdown(self) -> None:
         """Does nothing: no connection was opened."""
+
+
+@final
+class HostWork:
+    """A collective on a copy in host memory, for devices that gloo does not take.
+
+    The copy waits for the device: a collective that began later would have another
+    place in the ranks' common order.
+
+    Args:
+        work: work of gloo on the copy.
+        host: the copy.
+        tensor: the device's tensor.
+    """
+
+    def __init__(self, work: Any, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.work = work
+        self._host, self._tensor = host, tensor
+
+    def is_completed(self) -> bool:
+        """True if the copy's collective has ended."""
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        """Waits for the copy's collective, in any thread; see :meth:`put_back`."""
+        self.work.wait()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Copies the result to the device, on the caller's stream."""
+        self._tensor.copy_(self._host)
 
 
 class Group:

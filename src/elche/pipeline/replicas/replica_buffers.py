@@ -18,7 +18,6 @@ from torch import nn
 
 from elche.comm.transport.process_group import Group
 from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.replicas.reduction import as_numbers
 
 
 @final
@@ -73,7 +72,7 @@ class SharedBuffers:
         self._sum(flat, peers, timeout_s)
         parts = flat.split([share.numel() for share in shares])
         for index, part in zip(moved, parts, strict=True):
-            numbers = as_numbers(buffers[index])
+            numbers = _as_numbers(buffers[index])
             numbers.copy_(part.view(numbers.shape))
             self._before[index] = buffers[index].clone()
 
@@ -83,9 +82,14 @@ class SharedBuffers:
         peers.wait(work.is_completed, work.wait, self.ranks, what, timeout_s)
 
 
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """View of the tensor, with complex numbers as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
     """This rank's term of the sum that becomes the new value."""
-    numbers = as_numbers(buffer)
+    numbers = _as_numbers(buffer)
     given = numbers.reshape(-1).to("cpu", torch.float64)
     is_mean = numbers.is_floating_point()
     gives = changed[me] if is_mean else me == changed.index(1.0)

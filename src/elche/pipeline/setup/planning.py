@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.schedule.actions import Schedule, loop_placement, v_placement
@@ -78,11 +79,7 @@ def make_plan(
 
 def check_asked(schedule: object, micro_batches: object) -> None:
     """Checks the types of schedule and microbatches."""
-    is_int = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
-    if not is_int or micro_batches < 1:  # type: ignore[operator]
-        raise ConfigError(
-            f"expected micro_batches of at least 1, got {micro_batches!r}"
-        )
+    check_whole("micro_batches", micro_batches, 1)
     if not isinstance(schedule, (str, Schedule)):
         raise ConfigError(
             "expected the name of a schedule, the path of a CSV file as text, or a "

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 from elche.pipeline.stage import LayerCaches
 from elche.pipeline.step.inputs import Call
@@ -84,10 +85,7 @@ class Generation:
 
         def prompt() -> list[Any]:
             most, use_cache = self.max_new_tokens, bool(self.use_cache)
-            if not isinstance(most, int) or most < 0:
-                raise ConfigError(
-                    f"expected max_new_tokens of at least 0, got {most!r}"
-                )
+            check_whole("max_new_tokens", most, 0)
             settings = [most, self.end_token, use_cache]
             if self._communicator.rank != first:
                 return [settings]

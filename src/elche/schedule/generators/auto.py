@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 from elche.schedule.actions import (
     Schedule,
@@ -70,8 +71,7 @@ def auto_placed(
         ConfigError: no ranks; others as `auto_schedule`.
     """
     check_microbatches(num_microbatches)
-    if num_ranks < 1:
-        raise ConfigError(f"expected at least one rank, got {num_ranks}")
+    check_whole("the number of ranks", num_ranks, 1)
     most = max(2, most_stages)
     loops = [loop_placement(num_ranks, each) for each in (*range(2, most + 1), 1)]
     searches: list[_Search] = []

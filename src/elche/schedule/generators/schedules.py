@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 from elche.schedule.actions import (
     Schedule,
@@ -47,8 +48,7 @@ def placement_for(
         ConfigError: unknown schedule, or a wrong number of stages.
     """
     check_name(name)
-    if num_ranks < 1:
-        raise ConfigError(f"expected at least one rank, got {num_ranks}")
+    check_whole("the number of ranks", num_ranks, 1)
     several = name in LOOPED + V_SHAPED
     each = stages_per_rank or (2 if several else 1)
     if name in ONE_STAGE and each != 1:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from elche.errors import ConfigError
+from elche.config_checks import check_whole
 from elche.schedule.actions import Schedule, check_microbatches
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.generators.schedules import check_name
@@ -35,10 +35,7 @@ class PlanConfig:
         check_microbatches(self.num_microbatches)
         if self.schedule != "auto":
             check_name(self.schedule)
-        if self.stages_per_device < 1:
-            raise ConfigError(
-                f"expected at least one stage per device, got {self.stages_per_device}"
-            )
+        check_whole("stages_per_device", self.stages_per_device, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from elche.config_checks import check_not_negative, check_positive
 from elche.errors import ConfigError
 
 LINK_EFFICIENCY = 0.8
@@ -43,7 +44,7 @@ class LayerTimes:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             if getattr(self, name) is not None:
-                _check_amount(name, getattr(self, name))
+                check_not_negative(name, getattr(self, name))
 
     @property
     def full_backward_s(self) -> float:
@@ -76,7 +77,7 @@ class LayerProfile:
     def __post_init__(self) -> None:
         _check_name(self.name)
         for name in ("activation_bytes", "output_bytes", "parameter_bytes"):
-            _check_amount(name, getattr(self, name))
+            check_not_negative(name, getattr(self, name))
         if not self.times:
             raise ConfigError(f"{self.name} has no times for any kind of device")
         if not 0 <= self.kept_bytes <= self.activation_bytes:
@@ -121,10 +122,7 @@ class DeviceProfile:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        if not 0 < self.speed < math.inf:
-            raise ConfigError(
-                f"device {self.name}: expected a speed above 0, got {self.speed}"
-            )
+        check_positive(f"speed of device {self.name}", self.speed)
         if not self.memory_bytes > 0:
             raise ConfigError(
                 f"device {self.name}: expected memory_bytes above 0, got "
@@ -148,7 +146,7 @@ class LinkProfile:
     efficiency: float = LINK_EFFICIENCY
 
     def __post_init__(self) -> None:
-        _check_amount("latency_s", self.latency_s)
+        check_not_negative("latency_s", self.latency_s)
         if not self.bytes_per_s > 0:
             raise ConfigError(f"expected bytes_per_s above 0, got {self.bytes_per_s}")
         check_efficiency(self.efficiency)
@@ -209,11 +207,6 @@ class PipelineProfile:
 def _check_name(name: str) -> None:
     if not name:
         raise ConfigError("expected a name of at least one character, got ''")
-
-
-def _check_amount(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"expected {name} of at least 0, got {value}")
 
 
 def check_efficiency(efficiency: float) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.runtime.process.launchers import launch_facts
-from elche.runtime.watch.model_sums import checksum
+from elche.runtime.watch.model_sums import ModelSums
 from elche.session.process import current_run
 
 SAMPLES = 4_000
@@ -149,6 +149,12 @@ def _say(**values: Any) -> None:
     if (kind := tuple(values)) not in _said:
         _said.add(kind)
         print(json.dumps(values), flush=True)
+
+
+def checksum(model: nn.Module) -> str:
+    """Checksum of the bits of all parameters."""
+    rows = ModelSums(model.named_parameters()).whole()
+    return "-".join(f"{row[3]:x}" for row in rows)
 
 
 if __name__ == "__main__":

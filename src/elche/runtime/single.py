@@ -13,7 +13,6 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
 from elche.comm.tensors.nested import batch_length
-from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
 from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
 from elche.coordination.protocol.messages import Runs, Scalars
@@ -67,11 +66,12 @@ class SingleRun:
         self._book = MetricsBook(world_size=1)
         self._epoch = self._window = -1
         self._length = self._samples_before = self._batch = 0
+        self._size = self._stop = self._reported_samples = 0
         self._weight = self._steps_before = self._resumed_steps = 0.0
         self._has_scalars = False
         self._data: Any = None
-        self._opened_s = self._transfer_s = 0.0
-        self._times = DeliveredTimes()
+        self._opened_s = self._done_s = 0.0  # of the window, and of its last batch
+        self._arriving_s = self._transfer_s = 0.0  # until arrival, and the move's part
         self.notifications = RunNotifications(0)
         self.timeline = Timeline(0)
         self._observer = LoopObserver(training, self.notifications)
@@ -209,7 +209,7 @@ class SingleRun:
         size = self._loader.batch_size
         if size is None or not self._length:
             return batch_length(self._data) or size or 1
-        left = self._length - (self.progress_samples - self._samples_before)
+        left = self._stop - self.progress_samples
         return min(size, left) if left > 0 else size
 
     @property
@@ -232,26 +232,26 @@ class SingleRun:
         most = None if steps < 0 else steps
         is_theirs = self.iterates_loader
         batches = islice(self._loader, most) if is_theirs else self._by_position(most)
-        weights = self._training.weights
+        weights, moves = self._training.weights, self._device.type != "cpu"
         began_s = self._opened_s
         try:
             for data in batches:
-                loaded_s = time.monotonic()
+                ready_s = loaded_s = time.monotonic()
                 self._data = data
                 if weights is not None:
                     where = f"batch {self._batch} of epoch {self._epoch}"
                     self._weight = weights.of(data, where)
-                if self._device.type != "cpu":
-                    data = to_device(data, self._device)
-                    self._transfer_s = time.monotonic() - loaded_s
+                if moves:
+                    data, ready_s = to_device(data, self._device), time.monotonic()
+                    self._transfer_s += ready_s - loaded_s
                 yield data
                 now_s = time.monotonic()
                 if number == self._epoch:
-                    self._batch_done(began_s, loaded_s, now_s)
+                    self._batch_done(began_s, ready_s, now_s)
                 began_s = now_s
         except GeneratorExit:  # as on several ranks, the current batch counts
             if number == self._epoch and time is not None:
-                self._batch_done(began_s, loaded_s, time.monotonic())
+                self._batch_done(began_s, ready_s, time.monotonic())
             raise
         finally:
             # None: the interpreter has ended, and taken modules apart before this
@@ -334,14 +334,18 @@ class SingleRun:
         if self._resumed is not None:
             self._samples_before = self._resumed.samples_before
             self._steps_before = self._resumed_steps
+        self._size = (self._loader.batch_size or 0) if self._length else 0
+        self._stop = self._samples_before + self._length
+        self._reported_samples = self.progress_samples
         self.is_in_epoch, self._has_scalars = True, False
         self._batch = 0
-        self._opened_s = time.monotonic()
+        self._opened_s = self._done_s = time.monotonic()
         self._book.begin_epoch(self._epoch, self._opened_s)
         return self._epoch
 
-    def _batch_done(self, began_s: float, loaded_s: float, now_s: float) -> None:
-        samples, moved_s = self.current_samples, self._transfer_s
+    def _batch_done(self, began_s: float, ready_s: float, now_s: float) -> None:
+        is_full = 0 < self._size <= self._stop - self.progress_samples
+        samples = self._size if is_full else self.current_samples
         self.progress_samples += samples
         course = self._course
         if course is not None and course.is_cut:  # what is left of a batch is no step
@@ -350,9 +354,10 @@ class SingleRun:
         else:
             self.progress_steps += 1.0
         self._batch += 1
-        times_s = began_s, loaded_s + moved_s, now_s
-        self._times.add(BatchCost.measured(samples, times_s, moved_s))
-        self.timeline.record(("batch", self._batch - 1, *times_s, samples, 0.0))
+        self._arriving_s += ready_s - began_s
+        self._done_s = now_s
+        batch = "batch", self._batch - 1, began_s, ready_s, now_s, samples, 0.0
+        self.timeline.record(batch)
         if now_s - self._opened_s >= self._window_s:
             self._end_window(now_s, self.notifications.scalars.drain())
 
@@ -360,18 +365,19 @@ class SingleRun:
         self, now_s: float, scalars: Scalars, parameter_norm: float | None = None
     ) -> None:
         self._window += 1
-        self._opened_s = now_s
         self._has_scalars |= bool(scalars)
-        times, self._times = self._times, DeliveredTimes()
         report = RankReport(
             rank=0,
-            samples=times.samples,
-            busy_s=times.busy_s,
-            data_wait_s=times.data_wait_s,
-            transfer_s=times.transfer_s,
+            samples=self.progress_samples - self._reported_samples,
+            busy_s=self._done_s - self._opened_s,  # batches follow each other
+            data_wait_s=max(0.0, self._arriving_s - self._transfer_s),
+            transfer_s=self._transfer_s,
             parameter_norm=parameter_norm,
             scalars=scalars,
         )
+        self._opened_s = self._done_s = now_s
+        self._arriving_s = self._transfer_s = 0.0
+        self._reported_samples = self.progress_samples
         self._book.add(self._window, report)
         closed = self._book.close_window(self._window, now_s, synchronisations=0)
         self.notifications.add(closed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,43 @@ def test_a_group_of_one_keeps_its_gradients(cap_bytes: int) -> None:
     for got, (step, sizes) in zip(found, enumerate(steps), strict=False):
         check([got], alone(step, sizes))
     check([found[-1]], [g if g is None else 2 * g for g in alone(0, (5,))])
+
+
+@pytest.mark.parametrize("kind", ["means", "sums", "weights"])
+def test_a_group_of_one_accumulates_like_plain_pytorch(kind: str) -> None:
+    """To the last bit, over held passes and steps; a dropped gradient is released."""
+
+    def run(group: ThreadGroup, model: Net) -> None:
+        plain, reducer = Net(), reducer_of(model, group, 300)
+        if kind == "sums":
+            reducer.weights.sum_losses()
+        elif kind == "weights":
+            reducer.weights.weigh_by_user()
+        reducer.attach()
+        for step in range(6):
+            if step % 3 == 0:
+                before = model.body[0].weight.grad
+                held = None if before is None else weakref.ref(before)
+                del before
+                model.zero_grad()
+                plain.zero_grad()
+                assert held is None or held() is None
+            weight = 3.0 + step if kind == "weights" else None
+            reducer.begin_step(StepPart(1.0, 1, weight, label=step))
+            for part in range(2):
+                reducer.hold(part == 0)
+                for each in (model, plain):
+                    losses = each.losses(batch_of(part, step, 3 + step % 2))
+                    (losses.sum() if kind == "sums" else losses.mean()).backward()
+            reducer.end_step()
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                if mine.grad is None or other.grad is None:
+                    assert mine.grad is other.grad
+                else:
+                    assert torch.equal(mine.grad, other.grad)
+            assert (reducer.backward_passes, reducer.passed) == (step + 1, step)
+
+    on_ranks(1, run, nets(1))
 
 
 def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:

@@ -250,13 +250,16 @@ class PartWeights:
         """Opens a pass; returns this rank's gradient factor, and seconds waited."""
         if self._by_user is None:
             return self.scale, 0.0
+        if self._group.world_size == 1:
+            return 1.0, 0.0
         scale = self._by_user.open_pass(side)
         return scale, self._by_user.wait_s
 
     def close_pass(self, lost: Lost) -> float:
         """Returns the factor from the sum to the mean over the parts not lost."""
         if self._by_user is not None:
-            return self._by_user.close_pass()
+            is_alone = self._group.world_size == 1
+            return 1.0 if is_alone else self._by_user.close_pass()
         missing = lost.samples if self._sums is None else lost.ranks
         return 1.0 / (1.0 - missing) if missing < 1.0 else 1.0
 

@@ -155,7 +155,8 @@ class GradientReducer(BucketPass):
         """
         if self._phase is not Phase.IDLE:
             self._refuse_broken_backward()
-        self._hooks.keep_last()
+        if not self._is_own:  # which has no order of hooks
+            self._hooks.keep_last()
         self._passes_before = self.backward_passes
         self._current = part
         self.weights.weigh(part)

@@ -103,8 +103,8 @@ class BufferAverager:
             mine: True if this rank had samples; else it sends zeros.
         """
         self._last = {}
-        if active_ranks == 0:
-            return  # all samples were on ranks that have died
+        if active_ranks == 0 or self._group.world_size == 1:
+            return  # all samples were on ranks that have died, or there is one rank
         buffers = self._known.present()
         equal = _synchronised(self._model)
         norms, self._looks = norm_buffers(self._model), max(0, self._looks - 1)

@@ -75,7 +75,7 @@ class TrackedMetrics:
         if is_window:
             self._samples += metrics.samples
         self._step = max(self._step, round(self._steps_at(self._samples)))
-        values = values_of(metrics)
+        values = values_of(metrics) if self._trackers else {}
         for tracker in tuple(self._trackers):
             try:
                 if values:

@@ -84,7 +84,7 @@ class LoopObserver:
         self.scalars = notifications.scalars
         self._steps_seen = self.unstepped = 0
         self._passed: Any = None
-        self._is_uneven = False
+        self._is_uneven = self._has_sync_norms = False
         self._uncarried, self._may_count = "", True
         self.steps = StepCount()
         self.guard = StepGuard(self._model, training.optimizers, self.steps)
@@ -115,6 +115,7 @@ class LoopObserver:
             is_counted: epochs, or steps, are counted here and not by the loop.
         """
         self._may_count = not is_counted
+        self._has_sync_norms = bool(sync_batchnorm_layers(self._model))
         if is_counted:
             self.copies.attach()
         self.guard.begin_part()
@@ -182,7 +183,7 @@ class LoopObserver:
         """State, in words, that moves with a rank's batches and cannot be copied."""
         if self.copies.has_unknown:
             return "elche does not know of the AveragedModel (copies=[...])"
-        if sync_batchnorm_layers(self._model):
+        if self._has_sync_norms:
             return "SyncBatchNorm layers need every rank"
         if dist.is_available() and dist.is_initialized():
             return "the script has a process group of torch's"

@@ -184,7 +184,6 @@ class Bucket:
     _layout: BucketLayout = field(init=False)
     _coded: CodedExchange | None = None
     _staged: bool = False
-    _is_alone: bool = False
     _dropped: dict[int, torch.Tensor] = field(default_factory=dict)
     kept: torch.Tensor | None = None
 
@@ -236,7 +235,6 @@ class Bucket:
         if is_kept and not exchange.keeps_contribution:
             self.kept = torch.zeros(numel, dtype=dtype, device=device)
         self.exchange, self._staged = exchange, staged
-        self._is_alone = group.world_size == 1 and not options.delayed
         if not self._sums_apart:
             self._lay_message()
             return
@@ -260,9 +258,6 @@ class Bucket:
         """Sends this rank's gradients times ``scale``; 0 sends zeros, even for NaN."""
         self.summed, self._total = [], None  # its memory may be lent again
         self._dropped = {}
-        if self._is_alone and scale == 1.0:
-            self._sum_alone()
-            return
         if not self._sums_apart:
             self._lay_message()
         side %= len(self.sent)
@@ -285,16 +280,6 @@ class Bucket:
         if self._coded is not None:
             self._coded.contribution(side)[-1] = scale
         self.exchange.begin(side)
-
-    def _sum_alone(self) -> None:
-        """Takes this rank's gradients as the sums, without a copy."""
-        found = [parameter.grad for parameter in self.parameters]
-        self.missing, self._is_summed = any(one is None for one in found), True
-        unread = torch.empty(0, device="cpu")
-        flags = unread
-        if self.missing:
-            flags = torch.tensor([one is not None for one in found], device="cpu")
-        self.summed = [*(unread if one is None else one for one in found), flags]
 
     def drop_sent(self, side: int, stays: Callable[[nn.Parameter], bool]) -> None:
         """Drops large gradients that the contribution holds, if ``stays`` is False."""
@@ -409,10 +394,7 @@ class Bucket:
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiplies the sums, but not the flags, by a factor."""
-        if self._total is None:  # this rank's own gradients
-            for own in self.summed[:-1]:
-                own.mul_(factor)
-            return
+        assert self._total is not None
         self._total[: -len(self.parameters)].mul_(factor)
 
     def used(self) -> list[bool]:

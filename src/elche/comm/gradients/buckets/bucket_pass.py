@@ -124,6 +124,7 @@ class BucketPass(ABC):
         self._phase = Phase.IDLE
         self._broken = ""
         self._scale = 0.0
+        self._is_own = False
         self._late: LateSums | None = None
         self._next_order: list[int] | None = None
         self.order: list[int] = []
@@ -215,6 +216,10 @@ class BucketPass(ABC):
         index = None if self is None else self._index.get(id(parameter))
         if self is None or index is None:
             return  # not a parameter but an earlier hook's result, which torch refuses
+        if self._is_own and self._phase is Phase.OPEN:
+            came = self._order.came
+            came[index] = came.get(index, 0) + 1
+            return
         if self.weights.part is None:
             self._reduced.strays.add(id(parameter))
             return
@@ -237,16 +242,18 @@ class BucketPass(ABC):
             self._open()
         self._phase = Phase.OPEN
         at_backward_end(self._on_end)
-        return self._hooks.keep_last(index)
+        return self._is_own or self._hooks.keep_last(index)
 
     def _take(self, index: int, is_undefined: bool) -> None:
         """Counts a gradient, and sends its bucket once none is pending."""
+        order, queue = self._order, self._queue
+        order.came[index] = order.came.get(index, 0) + 1
+        if self._is_own:
+            return
         gradient = self.parameters[index].grad
         if gradient is not None or not is_undefined:
             refuse_gradient(gradient, self._names[index], self._dtypes[index])
-        order, queue = self._order, self._queue
         bucket, place = queue.places[index]
-        order.came[index] = order.came.get(index, 0) + 1
         if not order.is_agreed:
             order.last.pop(index, None)  # of several gradients the last one counts
             order.last[index] = None
@@ -286,6 +293,10 @@ class BucketPass(ABC):
         while self._phase is not Phase.TAKEN:
             try:
                 self._scale = self.open_pass()
+                # The first pass refuses gradients that a larger group cannot reduce.
+                is_alone = self._group.world_size == 1 and self._scale == 1.0
+                is_later = self.closed_passes > 0 and self._late is None
+                self._is_own = is_alone and is_later
                 started_s = time.perf_counter()
                 if self._late is None or not self._late.are_under_way:
                     self._queue.reclaim()
@@ -347,11 +358,12 @@ class BucketPass(ABC):
         started_s, factor = time.perf_counter(), None
         while self._phase is not Phase.TAKEN:
             try:
-                self._queue.send_rest(self._scale)
-                started_s += self._await_own(self._computed)
-                self._queue.finish(self._queue.side)
-                if not self._order.is_agreed:
-                    self._end_first()
+                if not self._is_own:
+                    self._queue.send_rest(self._scale)
+                    started_s += self._await_own(self._computed)
+                    self._queue.finish(self._queue.side)
+                    if not self._order.is_agreed:
+                        self._end_first()
                 factor = self.close_pass()
                 break
             except RankLostError:
@@ -363,6 +375,9 @@ class BucketPass(ABC):
         if factor is None:  # another rank's sums are published
             return
         self.closed_passes += 1
+        if self._is_own:
+            self._queue.publish_own(self.parameters, factor)
+            return
         if self._options.codec != "fp32":
             self._queue.settle()
         self._queue.publish(factor)

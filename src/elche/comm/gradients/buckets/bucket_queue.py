@@ -187,6 +187,18 @@ class BucketQueue:
             bucket.finish(self.side)
 
     @torch.no_grad()
+    def publish_own(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Records this rank's gradients times ``factor`` as the sums."""
+        record, self._replaced = self._reduced, []
+        record.passes += 1
+        record.given.clear()
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                record.given[id(parameter)] = weakref.ref(gradient)
+
+    @torch.no_grad()
     def publish(self, factor: float) -> None:
         """Sets ``p.grad`` to sum times ``factor`` where any rank used the parameter.
 

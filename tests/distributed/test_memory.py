@@ -85,7 +85,7 @@ def models_beyond_plain(policy: str, kind: str, codec: str) -> tuple[float, floa
         (("sync", "gloo", "fp32"), 2.0, 1.0),
         (("sync", "gloo", "fp32", "outlived"), 3.0, 1.0),
         (("cadence", "auto", "fp32"), 2.5, 0.0),
-        (("async", "auto", "fp32"), 3.5, 0.0),
+        (("async", "auto", "fp32"), 2.5, 0.0),
         (("async", "auto", "int8"), 5.1, 0.0),
     ],
 )

@@ -71,7 +71,6 @@ class ParameterGroup(ParameterMemory):
             if drift is not message and is_free:
                 self._weigh(index, part, weight)
         self._drift = drift
-        self._has_own |= drift is self._own
         self._set_weight(weight, is_free=is_free)
         return math.isfinite(total)
 
@@ -90,10 +89,10 @@ class ParameterGroup(ParameterMemory):
     def send(self, weight: float) -> None:
         """Begins the sum of weight × (θ_k − θ_r) for the current parameters."""
         layout = self._layout
-        layout.fetch(self._own)
-        for index in range(len(layout.segments)):
-            own = self._own.parts[index]
-            layout.read(index, self._own)
+        drift = self._drift = self._own
+        layout.fetch(drift)
+        for index, own in enumerate(drift.parts):
+            layout.read(index, drift)
             torch.sub(self._base.parts[index], own, out=own)
             self._weigh(index, own, weight)
         self._set_weight(weight)

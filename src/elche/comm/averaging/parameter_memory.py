@@ -51,14 +51,16 @@ class ParameterMemory:
         self._group: Group | None = None
         self._carried: torch.Tensor | None = None
         self._weight = 0.0
-        self._is_begun = self._has_own = False
+        self._is_begun = False
         self._lay_out()
 
     def host_bytes(self, momentum: float | None) -> int:
         """Host memory (bytes): θ_k, messages, momentum, kept drift, scratch, codec."""
         copies = 2 + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
-            copies += self._has_own or not self.exchange.keeps_contribution
+            copies += (
+                self._own_image is not None or not self.exchange.keeps_contribution
+            )
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._carried is None else self._carried.numel()
@@ -76,10 +78,10 @@ class ParameterMemory:
     def connect(self, group: Group, codec: str) -> None:
         """Opens the message in a group and keeps the last drift; a collective call."""
         layout = self._layout
-        if self._drift is not self._own:
+        if self._exchange is not None and self._drift is self._message:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
                 own.copy_(drift)
-            self._drift, self._has_own = self._own, True
+            self._drift = self._own
         numel = layout.numel + 1  # the weight comes last
         residual = self._residual()
         self._exchange = open_coded_exchange(
@@ -202,14 +204,21 @@ class ParameterMemory:
         if self._weight > 0.0:
             self._carried = None
 
+    @property
+    def _own(self) -> FlatImage:
+        """Private memory of this rank's drift, allocated at its first use."""
+        if self._own_image is None:
+            is_whole = self._is_overlapped or self._layout.is_staged
+            own = self._layout.image() if is_whole else self._layout.scratch()
+            self._own_image = own
+        return self._own_image
+
     def _lay_out(self) -> None:
         layout = self._layout
         self._base = layout.over(self._base_memory)
-        is_whole = self._is_overlapped or layout.is_staged
-        self._own = layout.image() if is_whole else layout.scratch()
-        self._drift = self._own
+        self._own_image: FlatImage | None = None
         self._mean = layout.scratch()
-        self._apart = layout.scratch()
+        self._drift = self._apart = layout.scratch()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

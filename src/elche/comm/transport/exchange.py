@@ -93,7 +93,7 @@ class Exchange(ABC):
 
     @property
     def is_read(self) -> bool:
-        """True if all ranks have read the last sum, so :meth:`reclaim` returns at once."""
+        """True if all ranks have read the last sum: :meth:`reclaim` returns at once."""
         return True
 
     def reclaim(self, what: str) -> None:

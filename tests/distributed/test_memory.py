@@ -109,7 +109,10 @@ def test_memory_is_what_is_said(
     held = fmean(measured for measured, _ in found)
     late = float(case[2] != "fp32")
     assert designed - is_gradient - late - SLACK <= held
-    assert held <= designed - is_gradient + SLACK
+    # Windows of one batch end before all ranks have adopted the last mean: their drift
+    # is kept apart.
+    apart = float(case[::2] == ("async", "fp32"))
+    assert held <= designed - is_gradient + apart + SLACK
 
 
 @pytest.mark.slow

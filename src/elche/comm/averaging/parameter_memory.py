@@ -35,6 +35,8 @@ class ParameterMemory:
     """
 
     _drift: FlatImage
+    _own_image: FlatImage | None
+    _message: FlatImage
 
     def __init__(
         self,
@@ -216,7 +218,7 @@ class ParameterMemory:
     def _lay_out(self) -> None:
         layout = self._layout
         self._base = layout.over(self._base_memory)
-        self._own_image: FlatImage | None = None
+        self._own_image = None
         self._mean = layout.scratch()
         self._drift = self._apart = layout.scratch()
 

@@ -32,7 +32,7 @@ class Wired(Bus):
 
 
 def open_wired(
-    group: Member, numel: int, dtype: torch.dtype, codec: str, sides: int
+    group: Member, numel: int, dtype: torch.dtype, codec: str, *, is_overlapped: bool
 ) -> Exchange:
     """As `open_coded_exchange`, over a wire."""
     if group.world_size == 1 or dtype != torch.float32 or codec == "fp32":

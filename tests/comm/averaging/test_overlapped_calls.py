@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ProtocolError
 from tests.comm.bus import Bus, Member
 from tests.comm.plans import plan
+from tests.comm.thread_group import on_ranks
 
 
 def made(
@@ -206,6 +208,33 @@ def test_a_reduction_may_be_left_to_its_plan() -> None:
     for parameter, averager, _ in ranks:
         averager.adopt(plan(), drained=True)
         assert parameter.tolist() == [2.0, 2.0]
+
+
+def test_a_drift_stays_apart_until_all_ranks_have_adopted_the_last_mean() -> None:
+    """Ranks that share memory have one message: what it held is read until then."""
+    has_closed = threading.Event()
+
+    def run(group: Group) -> tuple[list[float], list[float], int]:
+        parameter, averager, _ = made(group)
+        held = averager.extra_bytes
+        moved(parameter, (2.0, 4.0)[group.rank])
+        averager.snapshot(1.0)
+        averager.begin(plan())
+        if group.rank == 1:
+            assert has_closed.wait(timeout=60.0)
+        averager.adopt(plan(), drained=True)
+        first = parameter.tolist()
+        moved(parameter, (10.0, 0.0)[group.rank])
+        averager.snapshot(1.0)
+        assert averager.is_sent is bool(group.rank)
+        has_closed.set()
+        averager.begin(plan(window=1))
+        averager.adopt(plan(window=1), drained=True)
+        return first, parameter.tolist(), averager.extra_bytes - held
+
+    found = on_ranks(2, run, shares_host=True)
+    # One copy of 16 bytes more on the rank that did not wait.
+    assert found == [([4.0] * 2, [9.0] * 2, 16), ([4.0] * 2, [9.0] * 2, 0)]
 
 
 def test_memory_is_counted() -> None:

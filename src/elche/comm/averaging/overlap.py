@@ -11,12 +11,13 @@ lost or counted twice. One reduction is in flight at a time. (CO2, arXiv:2401.16
 Streaming DiLoCo, arXiv:2501.18512, also hide the outer reduction; they replace or blend
 parameters instead of adding a correction.)
 
-Cost: three model copies (θ_k, drift and message; in shared memory, θ_k and two messages
-that also hold the drift, unless it is weighted), half of one for an outer momentum.
-Optimizer state stays local, or is reset when a mean is adopted.
+Cost: three model copies (θ_k, drift and message; in shared memory, θ_k and a message
+that also holds the drift), half of one for an outer momentum. Optimizer state stays
+local, or is reset when a mean is adopted.
 
-A message in shared memory has two sides. A rank overwrites message k with message k + 2
-only after it has adopted k + 1; every rank sent that after it had adopted k.
+In shared memory a message is overwritten when all ranks have adopted its mean. A rank
+that closes its window before keeps the drift apart, one copy more, and sends it with
+the plan: that follows when all ranks have closed theirs, so they have adopted before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from enum import Enum
 
 import torch
 
-from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.averaging import WHAT, Averager
 from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.transport.process_group import Group
@@ -42,6 +43,7 @@ class _Phase(Enum):
     =======================================  ==========================  ======
     ``snapshot``, weight 0 or no ``begins``  IDLE, TAKEN, UNSENT         TAKEN
     ``snapshot``, weight > 0                 IDLE, TAKEN, UNSENT         SENT
+    ``snapshot``, the last message is read   IDLE                        UNSENT
     ``begin``                                TAKEN, UNSENT, SENT         BEGUN
     ``adopt``                                BEGUN                       IDLE
     ``rebase``                               IDLE, TAKEN, UNSENT         IDLE
@@ -54,7 +56,7 @@ class _Phase(Enum):
 
     IDLE = "nothing has been taken"
     TAKEN = "a snapshot has been taken"
-    UNSENT = "a snapshot has been taken, and is to be sent in a new group"
+    UNSENT = "a snapshot has been taken, and is not in the message yet"
     SENT = "a drift has been sent"
     BEGUN = "a reduction is under way"
 
@@ -127,14 +129,16 @@ class OverlappedAverager(Averager):
         """
         self._expect("snapshot", *_AT_REST)
         self._refuse_changed()
-        self._is_finite = all([group.fill(weight) for group in self._groups])
+        groups = self._groups
+        is_free = all(group.exchange.is_read for group in groups)
+        self._is_finite = all([each.fill(weight, is_free=is_free) for each in groups])
         self._buffers.take()
-        self._phase = _Phase.TAKEN
+        self._phase = _Phase.TAKEN if is_free else _Phase.UNSENT
         if not self._is_finite:
-            for group in self._groups:
-                group.refill(0.0)
+            for group in groups:
+                group.refill(0.0, is_free=is_free)
         self._counts = weight > 0.0 and self._is_finite
-        if weight > 0.0 and begins:
+        if weight > 0.0 and begins and is_free:
             self._send()
         return self._is_finite
 
@@ -152,7 +156,8 @@ class OverlappedAverager(Averager):
                 f"the plan, {'has' if self._counts else 'has not'} been sent"
             )
         if self._phase is _Phase.UNSENT:
-            for group in self._groups:
+            for group in self._groups:  # by the plan, all ranks have read the last sum
+                group.exchange.reclaim(WHAT)
                 group.refill()
         if self._phase is not _Phase.SENT:
             self._send()

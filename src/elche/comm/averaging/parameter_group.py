@@ -43,50 +43,56 @@ class ParameterGroup(ParameterMemory):
             for dtype, each in members.items()
         ]
 
-    def fill(self, weight: float) -> bool:
+    def fill(self, weight: float, *, is_free: bool = True) -> bool:
         """Writes weight × (θ_k − θ_r) to the next overlapped message; zeros for 0.
 
         Training may continue afterwards. Waits for the copy from an accelerator.
+
+        Args:
+            weight: weight of the drift.
+            is_free: False if a rank may still read the last message: the drift is kept
+                apart until :meth:`refill`.
 
         Returns:
             True if all of θ_r is finite.
         """
         layout, total = self._layout, 0.0
-        self._side = self._messages_sent % self.exchange.sides
-        message = self._messages[self._side]
+        message = self._message
         is_kept = weight == 1.0 and self._carried is None
         is_kept &= self.exchange.keeps_contribution
         # A coded exchange does not read a message of weight 0.
         is_kept |= weight == 0.0 and isinstance(self.exchange, CodedExchange)
-        drift = message if is_kept and not layout.is_staged else self._own
+        is_kept &= is_free and not layout.is_staged
+        drift = message if is_kept else self._own
         layout.fetch(drift)
         for index, part in enumerate(drift.parts):
             layout.subtract(index, self._base, drift)
             total += float(part.sum().abs())
-            if drift is not message:
+            if drift is not message and is_free:
                 self._weigh(index, part, weight)
         self._drift = drift
-        self._set_weight(weight)
+        self._set_weight(weight, is_free=is_free)
         return math.isfinite(total)
 
-    def refill(self, weight: float | None = None) -> None:
-        """Writes weight × the last drift to the message of a new group.
+    def refill(self, weight: float | None = None, *, is_free: bool = True) -> None:
+        """Writes weight × the last drift to the message, if that is free.
 
         Args:
             weight: weight of the drift; None: that of :meth:`fill`.
+            is_free: False to change the weight alone, as in :meth:`fill`.
         """
         weight = self._weight if weight is None else weight
-        for index, part in enumerate(self._drift.parts):
+        for index, part in enumerate(self._drift.parts if is_free else ()):
             self._weigh(index, part, weight)
-        self._set_weight(weight)
+        self._set_weight(weight, is_free=is_free)
 
     def send(self, weight: float) -> None:
         """Begins the sum of weight × (θ_k − θ_r) for the current parameters."""
         layout = self._layout
-        layout.fetch(self._own)
-        for index in range(len(layout.segments)):
-            own = self._own.parts[index]
-            layout.read(index, self._own)
+        drift = self._drift = self._own
+        layout.fetch(drift)
+        for index, own in enumerate(drift.parts):
+            layout.read(index, drift)
             torch.sub(self._base.parts[index], own, out=own)
             self._weigh(index, own, weight)
         self._set_weight(weight)
@@ -95,8 +101,7 @@ class ParameterGroup(ParameterMemory):
     def begin(self) -> None:
         """Sends the filled message."""
         self._is_begun = True
-        self.exchange.begin(self._side)
-        self._messages_sent += 1
+        self.exchange.begin(0)
 
     def replace(self, rule: OuterStep, consensus: ConsensusSums) -> None:
         """Sets the parameters to θ_{k+1}; call after the sum has arrived."""
@@ -208,19 +213,20 @@ class ParameterGroup(ParameterMemory):
             return torch.sub(self._drift.parts[index], mean_drift, out=apart)
         is_sent = self.exchange.keeps_contribution and self._carried is None
         if self._weight != 0.0 and is_sent:
-            sent = self._messages[0].parts[index]
+            sent = self._message.parts[index]
             return torch.add(mean_drift, sent, alpha=-1.0 / self._weight, out=apart)
         self._layout.read(index, self._apart)
         apart.neg_().add_(self._base.parts[index])
         return apart.sub_(mean_drift)
 
-    def _set_weight(self, weight: float) -> None:
+    def _set_weight(self, weight: float, *, is_free: bool = True) -> None:
         self._weight = weight
-        self._messages[self._side].flat[-1] = weight
+        if is_free:
+            self._message.flat[-1] = weight
 
     def _weigh(self, index: int, drift: torch.Tensor, weight: float) -> None:
         """Writes weight × (drift + residual) to the message."""
-        message = self._messages[self._side].parts[index]
+        message = self._message.parts[index]
         if weight == 0.0:  # and not 0 times a drift that may be NaN
             message.zero_()
             return

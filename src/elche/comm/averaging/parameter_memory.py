@@ -35,6 +35,8 @@ class ParameterMemory:
     """
 
     _drift: FlatImage
+    _own_image: FlatImage | None
+    _message: FlatImage
 
     def __init__(
         self,
@@ -51,15 +53,16 @@ class ParameterMemory:
         self._group: Group | None = None
         self._carried: torch.Tensor | None = None
         self._weight = 0.0
-        self._side = self._messages_sent = 0
         self._is_begun = False
         self._lay_out()
 
     def host_bytes(self, momentum: float | None) -> int:
         """Host memory (bytes): θ_k, messages, momentum, kept drift, scratch, codec."""
-        copies = 1 + self.exchange.sides + self._layout.is_staged
+        copies = 2 + self._layout.is_staged
         if self._is_overlapped and not self._layout.is_staged:
-            copies += not (self.exchange.keeps_contribution and self._weight in (0, 1))
+            copies += (
+                self._own_image is not None or not self.exchange.keeps_contribution
+            )
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         numel += 0 if self._carried is None else self._carried.numel()
@@ -77,20 +80,20 @@ class ParameterMemory:
     def connect(self, group: Group, codec: str) -> None:
         """Opens the message in a group and keeps the last drift; a collective call."""
         layout = self._layout
-        if self._drift is not self._own:
+        if self._exchange is not None and self._drift is self._message:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
                 own.copy_(drift)
             self._drift = self._own
         numel = layout.numel + 1  # the weight comes last
-        sides = 2 if self._is_overlapped else 1
         residual = self._residual()
-        self._exchange = open_coded_exchange(group, numel, layout.dtype, codec, sides)
+        self._exchange = open_coded_exchange(
+            group, numel, layout.dtype, codec, is_overlapped=self._is_overlapped
+        )
         self._group, self._carried = group, None
         if residual is not None:
             self._load_residual(residual)
-        self._side = self._messages_sent = 0
         self._is_begun = False
-        self._lay_messages()
+        self._message = layout.over(self.exchange.contribution(0))
 
     @property
     def is_summed(self) -> bool:
@@ -116,7 +119,7 @@ class ParameterMemory:
         if not layout.fits(layout.tensors):
             self._layout = FlatLayout(layout.tensors, layout.dtype)
             self._lay_out()
-            self._lay_messages()
+            self._message = self._layout.over(self.exchange.contribution(0))
         self._layout.fetch(self._base)
         for index in range(len(self._layout.segments)):
             self._layout.read(index, self._base)
@@ -203,21 +206,21 @@ class ParameterMemory:
         if self._weight > 0.0:
             self._carried = None
 
+    @property
+    def _own(self) -> FlatImage:
+        """Private memory of this rank's drift, allocated at its first use."""
+        if self._own_image is None:
+            is_whole = self._is_overlapped or self._layout.is_staged
+            own = self._layout.image() if is_whole else self._layout.scratch()
+            self._own_image = own
+        return self._own_image
+
     def _lay_out(self) -> None:
         layout = self._layout
         self._base = layout.over(self._base_memory)
-        is_whole = self._is_overlapped or layout.is_staged
-        self._own = layout.image() if is_whole else layout.scratch()
-        self._drift = self._own
+        self._own_image = None
         self._mean = layout.scratch()
-        self._apart = layout.scratch()
-
-    def _lay_messages(self) -> None:
-        exchange = self.exchange
-        self._messages = [
-            self._layout.over(exchange.contribution(side))
-            for side in range(exchange.sides)
-        ]
+        self._drift = self._apart = layout.scratch()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

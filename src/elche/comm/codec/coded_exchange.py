@@ -293,22 +293,22 @@ def open_coded_exchange(
     numel: int,
     dtype: torch.dtype,
     codec: str,
-    sides: int = 1,
     *,
     exact: int = 0,
+    is_overlapped: bool = False,
 ) -> Exchange:
     """Makes an exchange with encoded messages; a collective call.
 
     Falls back to an unencoded exchange for ``"fp32"``, for other dtypes than float32,
-    and for one rank. That exchange sums inside hosts first, unless ``sides`` is 2.
+    and for one rank. That exchange sums inside hosts first, unless it is overlapped.
 
     Args:
         group: process group of all ranks.
         numel: number of elements of a message; the last element is its weight.
         dtype: dtype of the message.
         codec: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the same on all ranks.
-        sides: 2 if training continues while a message is in flight.
         exact: number of elements before the weight that are sent as float32.
+        is_overlapped: True if training continues while a message is in flight.
     """
     cpu = torch.device("cpu")
     if codec != "fp32" and dtype == torch.float32 and group.world_size > 1:
@@ -316,7 +316,5 @@ def open_coded_exchange(
         group.broadcast(opening, AGREEING)  # a number that rank 0 has not used yet
         tag = TAGS_PER_EXCHANGE * int(opening)
         return CodedExchange(group, CODECS[codec], numel, tag, exact)
-    if sides == 1:
-        return open_by_hosts(group, numel, dtype, cpu)
-    # A second side is for readers of shared memory.
-    return open_exchange(group, numel, dtype, cpu, shared_sides=sides)
+    opens = open_exchange if is_overlapped else open_by_hosts
+    return opens(group, numel, dtype, cpu)

@@ -91,6 +91,11 @@ class Exchange(ABC):
         """Releases this side for overwriting; call after the last :meth:`sum_into`."""
         return
 
+    @property
+    def is_read(self) -> bool:
+        """True if all ranks have read the last sum: :meth:`reclaim` returns at once."""
+        return True
+
     def reclaim(self, what: str) -> None:
         """Waits until all ranks have read the last sum.
 
@@ -274,6 +279,11 @@ class MemoryExchange(Exchange):
     @override
     def release(self) -> None:
         self._read[self._place] = self._number
+
+    @property
+    @override
+    def is_read(self) -> bool:
+        return min(self._read) >= self._number
 
     @override
     def reclaim(self, what: str) -> None:

@@ -176,7 +176,9 @@ def check_shared(
         len(loader.dataset), len(loader)  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError(
-            f"expected a dataset and a sampler with a length: {error}"
+            f"expected a dataset and a sampler with a length: {error}; for a stream "
+            "pass samples_per_epoch= to elche.setup (several ranks need it, and one "
+            "rank with --events, --page or --report)"
         ) from error
     if loader.batch_sampler is None and policy == "sync":
         raise ConfigError(

@@ -42,3 +42,4 @@ def test_a_throttled_rank_and_checkpoints_are_events(tmp_path: Path) -> None:
     found, last = texts("checkpoint", None), max(saved.glob("checkpoint-*")).name
     assert len({*found}) == len(found) > 1
     assert found[-1].startswith(f"saved/{last}: epoch ")
+    assert not texts("error", 0) + texts("error", 1)  # the stop was asked for

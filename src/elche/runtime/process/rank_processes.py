@@ -185,7 +185,7 @@ class RankProcesses:
             if rank is not None:
                 code = self._processes[rank].returncode or 0
                 self.ended.append(rank)
-                await self._server.rank_ended(rank, code)
+                await self._server.rank_ended(rank, self._as_signal(code))
                 has_dropped = self._server.has_dropped(rank)
                 if code and not has_dropped:
                     self._note_failure()
@@ -197,6 +197,14 @@ class RankProcesses:
                 patience_s = min(patience_s, GRACE_S)
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
         await self._terminate()
+
+    def _as_signal(self, code: int) -> int:
+        """Returns an exit code, as the signal if the rank ended by one of the launcher.
+
+        Ranks that stop in order after a signal end with a shell's code for it.
+        """
+        asked = () if self.signal is None else (self.signal, signal.SIGTERM)
+        return 128 - code if code - 128 in asked else code
 
     @property
     def _run_is_over(self) -> bool:

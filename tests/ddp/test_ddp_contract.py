@@ -135,6 +135,8 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
         ("meta", r"ConfigError: on rank 1: 0\.weight is on the meta device"),
         ("codec", r"has no argument codec; compress gradients by register_comm_hook"),
         ("precision", r"has no argument mixed_precision; run the model under"),
+        ("by place", r"has no argument param_to_hook_all_reduce; leave it out"),
+        ("no name", r"TypeError: elche\.Dist\w+: got an unexpected .* 'find_unused'"),
         pytest.param(
             "only torch's", r"^made$", marks=if_torch_has("batched_grad_copy")
         ),

@@ -324,10 +324,15 @@ class Balancer:
         costs, fixed = self._times()
         ranks = [rank for rank in range(self.world_size) if rank not in self._excluded]
         if len(ranks) > 1:
-            speed = sum(1.0 / costs[rank] for rank in ranks)
+            # Of whole batches: with one size, a fixed part is a guess.
+            models, paces = self._models, dict[int, float]()
             for rank in ranks:
-                spread = min(self._models[rank].spread, MOST_SPREAD)
-                costs[rank] *= (speed * costs[rank] - 1.0) ** (SLACK * spread)
+                last = models[rank].last_samples
+                paces[rank] = costs[rank] * (1.0 + fixed[rank] / last if last else 1.0)
+            speed = sum(1.0 / pace for pace in paces.values())
+            for rank, pace in paces.items():
+                spread = min(models[rank].spread, MOST_SPREAD)
+                costs[rank] *= (speed * pace - 1.0) ** (SLACK * spread)
         return costs, fixed
 
     def _end_of(self, times: _Times) -> Callable[[int, int], float]:

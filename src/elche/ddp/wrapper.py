@@ -111,7 +111,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: Any,
     ) -> None:
         refuse_arguments(options)
-        of_torch = _SIGNATURE.bind(module, *given, **options).arguments
+        try:
+            of_torch = _SIGNATURE.bind(module, *given, **options).arguments
+        except TypeError as error:
+            raise TypeError(f"elche.DistributedDataParallel: {error}") from None
+        refuse_arguments(of_torch)  # by position
         buffers = map(of_torch.get, ("forward_sync_buffers", "broadcast_buffers"))
         settings = {
             "loss_reduction": loss_reduction,

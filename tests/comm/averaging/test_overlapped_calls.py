@@ -230,6 +230,7 @@ def test_a_drift_stays_apart_until_all_ranks_have_adopted_the_last_mean() -> Non
         has_closed.set()
         averager.begin(plan(window=1))
         averager.adopt(plan(window=1), drained=True)
+        averager.connect(group)  # which keeps no adopted drift
         return first, parameter.tolist(), averager.extra_bytes - held
 
     found = on_ranks(2, run, shares_host=True)

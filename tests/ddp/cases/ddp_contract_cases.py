@@ -191,7 +191,7 @@ def weigh(case: str) -> Any:
 
 def refused(case: str) -> str:
     """The error of a wrapper that cannot be made, or cannot go on."""
-    odd = this_place().rank == 1
+    odd, further = this_place().rank == 1, ()
     model, options = build("mlp"), {}
     if case == "shape" and odd:
         model[2] = nn.Linear(16, 4).double()
@@ -218,6 +218,10 @@ def refused(case: str) -> str:
         options["codec"] = "int8"
     elif case == "precision":
         options["mixed_precision"] = object()
+    elif case == "by place":
+        further = *[None] * 2, 0, None, True, None, None, *[False] * 4, None, ["x"]
+    elif case == "no name":
+        options["find_unused"] = True
     elif case == "only torch's":
         options = {"mixed_precision": None, "batched_grad_copy": True}
     elif case == "cap":
@@ -226,7 +230,7 @@ def refused(case: str) -> str:
         options["strategy"] = "eager"
     with torch_world():
         try:
-            DistributedDataParallel(model, **options)
+            DistributedDataParallel(model, *further, **options)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "made"

@@ -111,6 +111,21 @@ def test_every_type_of_gradient_is_summed(dtype: torch.dtype) -> None:
     assert group.sent[0].dtype is (torch.float64 if wide else torch.float32)
 
 
+def test_complex_gradients_share_a_message_with_real_ones() -> None:
+    """At any offset, as after an odd number of real ones."""
+    real, paired = learning(3), learning(2, dtype=torch.complex64)
+    group = Doubling()
+    made = reducing({0: {"real": real, "paired": paired}}, group)
+    value: Any = 1.0 + 2j
+    done = gives(real, 3.0), gives(paired, value), lambda: made.stage_is_through(0)
+    run(made, *done)
+    assert real.grad is not None
+    assert real.grad.tolist() == [6.0] * 3
+    assert paired.grad is not None
+    assert paired.grad.tolist() == [2.0 * value] * 2
+    assert len(group.sent) == 1
+
+
 def test_a_parameter_without_a_gradient_anywhere_stays_without() -> None:
     one, other, group = learning(2), learning(2), Doubling()
     made = reducing({0: {"one": one, "other": other}}, group)

@@ -43,7 +43,7 @@ class _Phase(Enum):
     =======================================  ==========================  ======
     ``snapshot``, weight 0 or no ``begins``  IDLE, TAKEN, UNSENT         TAKEN
     ``snapshot``, weight > 0                 IDLE, TAKEN, UNSENT         SENT
-    ``snapshot``, the last message is read   IDLE                        UNSENT
+    ``snapshot``, a rank lacks the last sum  IDLE, TAKEN, UNSENT         UNSENT
     ``begin``                                TAKEN, UNSENT, SENT         BEGUN
     ``adopt``                                BEGUN                       IDLE
     ``rebase``                               IDLE, TAKEN, UNSENT         IDLE

@@ -203,6 +203,7 @@ class ParameterMemory:
     def _message_counts(self) -> None:
         """Marks this rank's last message, residual included, as part of the model."""
         self._is_begun = False
+        self._drift = self._apart  # adopted: a new group need not keep it
         if self._weight > 0.0:
             self._carried = None
 

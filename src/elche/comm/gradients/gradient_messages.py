@@ -103,9 +103,11 @@ def make_messages(
 ) -> list[GradientMessage]:
     """Packs parameters into messages by the dtype of the sum, in order; collective.
 
-    Only a single parameter may exceed a message's size.
+    Only a single parameter may exceed a message's size. Complex ones come first: torch
+    views only even offsets as complex.
     """
     made: list[GradientMessage] = []
+    parameters = sorted(parameters, key=lambda one: not one.is_complex())
     for dtype in (torch.float32, torch.float64):
         mine, held_bytes = list[nn.Parameter](), 0
         for one in parameters:

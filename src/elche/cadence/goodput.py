@@ -101,7 +101,7 @@ class MeasuredCluster:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step under ``sync``, and of one device alone."""
+        """Samples of one step, under ``sync`` or on a single device."""
         return self.sync_batch_size or self.batch_size
 
     def batch_s(self, rank: int) -> float:

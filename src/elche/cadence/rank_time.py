@@ -135,7 +135,7 @@ class RankTime:
 
     @property
     def knee_samples(self) -> float:
-        """Samples below which a batch takes no less time; 0 for a line."""
+        """Largest batch, in samples, that takes the least time; 0 if time is linear."""
         return SHAPES[self._shape][1]
 
     @property

@@ -64,7 +64,8 @@ def aligned_anchor(anchor: int, ms_per_batch: Sequence[float], max_anchor: int) 
 def lost_share(anchor: int, ms_per_batch: Sequence[float]) -> float:
     """Returns the fraction of all devices' time spent waiting for a common end, 0 to 1.
 
-    Each rank ends at its batch boundary nearest to ``anchor`` batches of the slowest.
+    The slowest rank trains ``anchor`` batches. Each other rank trains the whole number
+    of batches that takes most nearly as long.
     """
     wall_ms = anchor * max(ms_per_batch)
     spent_ms = [max(1, round(wall_ms / ms)) * ms for ms in ms_per_batch]

@@ -92,7 +92,7 @@ class PipelineConfig:
         replicas, limits = self.replicas, self.memory_bytes
         if self.weight_of is not None and self.loss_reduction == "sum":
             raise ConfigError(
-                "weight_of= weights means; leave it out with loss_reduction='sum'"
+                "weight_of= is for loss_reduction='mean'; leave it out with 'sum'"
             )
         if limits is not None and self.costs != "measure":
             raise ConfigError(

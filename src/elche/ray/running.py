@@ -97,8 +97,9 @@ def run(
     }
     variables = dict(environment or {})
     variables |= {name: str(each) for name, each in own.items() if each is not None}
-    if not all(isinstance(text, str) for pair in variables.items() for text in pair):
-        raise ConfigError(f"expected text in environment, got {environment!r}")
+    for name, text in variables.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ConfigError(f"expected text in environment, got {name!r}: {text!r}")
     launch = LaunchConfig(
         command=(str(train), *map(str, args)) if is_script else (),
         speeds=None if speeds is None else tuple(speeds),

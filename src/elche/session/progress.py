@@ -47,14 +47,14 @@ def state_dict() -> dict[str, Any]:
     parameters are averaged. Call it between epochs, on every rank. Save it beside the
     states of the model and of the rank's optimizer (equal on all ranks only under
     ``sync``). Restore all three after `setup`: the run then continues as if it had not
-    been interrupted. The loader's own generator, and the module's and Python's random
-    numbers, are the script's to save. Tensors, numbers, strings, lists and None only,
-    which `torch.load(weights_only=True)` loads. With ``seed=`` augmentation repeats the
-    draws of the first epoch (give `setup` another seed); speeds, the anchor and, under
-    ``auto``, policy and averaging are determined again.
+    been interrupted. The script saves the states of the loader's generator and of
+    Python's and torch's random numbers. `torch.load(weights_only=True)` loads the
+    state. With ``seed=`` augmentation repeats the draws of the first epoch (give
+    `setup` another seed). Speeds, the anchor and, under ``auto``, policy and averaging
+    are measured or chosen again.
 
     Raises:
-        ConfigError: there is no run yet, or this is the inside of a loop.
+        ConfigError: there is no run yet, or an epoch has not ended.
         ProtocolError: the parameters have changed since the epoch ended.
     """
     return {"version": STATE_VERSION, **_run_between_epochs("state_dict").state_dict()}
@@ -69,7 +69,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
     progress alone.
 
     Raises:
-        ConfigError: there is no run yet, this is the inside of a loop, or the state is
+        ConfigError: there is no run yet, it is called inside a loop, or the state is
             of averaged parameters and this run reduces gradients.
         MismatchError: a rank's state does not fit its model, or ranks' states do not
             belong together; nothing has changed on any of them.

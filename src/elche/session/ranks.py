@@ -52,7 +52,7 @@ def barrier() -> None:
         NonFiniteError: the run has ended by it, which a ``break`` cannot raise.
         CommunicationError: a rank is lost; `DeadlineError` if one did not call it
             within ``timeout_s``.
-        ConfigError: this is the inside of a loop under ``cadence``, where ranks run
+        ConfigError: it is called inside a loop under ``cadence``, where ranks run
             different numbers of batches, or the launcher set no MASTER_PORT.
     """
     if world_size() == 1:
@@ -157,7 +157,7 @@ def any(flag: bool | torch.Tensor) -> bool:
         flag: flag of this rank.
 
     Raises:
-        ConfigError: there is no run, or this is the inside of a loop in windows.
+        ConfigError: there is no run, or it is called inside a loop in windows.
         CommunicationError: a rank did not call it in time.
     """
     mine = torch.tensor([bool(flag)], device="cpu")
@@ -175,7 +175,7 @@ def gather_rows(
         is_of_batch: omit rows of a batch that counts for another rank.
 
     Raises:
-        ConfigError: there is no run, or this is the inside of a loop in windows.
+        ConfigError: there is no run, or it is called inside a loop in windows.
     """
     rows = rows.detach()
     rows = rows if rows.dim() else rows[None]

@@ -224,7 +224,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     ),
     "samples": (
         lambda model, x: x if x.shape[0] == 3 else -x,
-        "forward of Outer fixes the number of samples at that of the sample, 3",
+        "forward of Outer works only for 3 samples, as many as sample= has",
     ),
     "constants": (
         lambda model, x: x + torch.tensor([[0.0] * 4] * 1025).sum(0),

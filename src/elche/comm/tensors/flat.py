@@ -185,12 +185,12 @@ class FlatLayout:
             tensor.add_(view.to(tensor.device))
 
     def flush(self, image: FlatImage) -> None:
-        """Copies a whole image into staged tensors."""
+        """Copies a flat copy of all tensors back into the staged ones."""
         if self._stage is not None:
             foreach_copy_(self.tensors, self._stage.put(image.flat))
 
     def flush_sum(self, image: FlatImage) -> None:
-        """Adds a whole image to staged tensors."""
+        """Adds a flat tensor of all values to the staged tensors."""
         if self._stage is not None:
             foreach_add_(self.tensors, self._stage.put(image.flat))
 

@@ -127,9 +127,9 @@ class HostLeaders:
 class HostExchange(MemoryExchange):
     """A message that is summed inside hosts first; made by :func:`open_by_hosts`.
 
-    The slots in a host's memory are followed by one or two sums; a counter has the
-    number of the last. With two, a sum stays until the next arrives, for other hosts
-    that lack it.
+    The host's shared memory holds a slot per rank, then one or two sums, and a counter
+    with the number of the last sum. With two, the last sum but one is kept as well, for
+    hosts that have not received it.
     """
 
     def __init__(

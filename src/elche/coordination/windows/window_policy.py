@@ -86,7 +86,7 @@ class WindowPolicy(Policy):
 
     @property
     def cut(self) -> BatchCut:  # type: ignore[override]
-        """Cut of the next epoch, or of the next part of one."""
+        """Division of global batches into local ones, for the present ranks."""
         make = self._cut_for
         return WHOLE_BATCHES if make is None else make(self.state.members)
 

@@ -281,7 +281,7 @@ _open: list[weakref.ref[PipelineState]] = []
 
 
 def _form(value: Any) -> str:
-    """Type or shape, which must be equal to copy one value into another."""
+    """Form of a value, its type or shape; only values of one form can be copied."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{list(value.shape)}{' on meta' if value.is_meta else ''}"

@@ -102,9 +102,9 @@ def trace_calls(
     guards = [one.expr for one in mode.shape_env.guards]
     if not arguments.learn(symbols, sizes, guards, has_cache):
         raise ConfigError(
-            f"forward of {type(model).__name__} fixes the number of samples at that of "
-            f"the sample, {arguments.samples}; compute it from the input's shape, or "
-            "cut by hand with split=lambda model: [...]"
+            f"forward of {type(model).__name__} works only for {arguments.samples} "
+            f"samples, as many as sample= has; compute the number from the input's "
+            "shape, or cut by hand with split=lambda model: [...]"
         )
     return ModelTrace(codes, arguments, stand_ins, has_cache)
 

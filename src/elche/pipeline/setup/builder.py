@@ -120,7 +120,7 @@ class PipelineBuilder:
 
     @property
     def _emulation(self) -> EmulationConfig | None:
-        """Speed of an emulated device for one layer, a part of the model's time."""
+        """Emulated speed of this device, with the time per sample of one layer."""
         emulation = self._placement.emulation
         return None if emulation is None else emulation.for_layer(len(self._layers))
 

@@ -167,7 +167,7 @@ def read_call(
 
 
 def _read_batch(call: Call, parts: Parts, may_rest: bool) -> tuple[Any, list[str]]:
-    """The batch of the first stage, and the arguments that it leaves out."""
+    """Returns the first stage's batch, and names of arguments missing from it."""
     what, rank = call.what, parts.rank
     given = call.batch if call.make_batch is None else call.make_batch()
     batch = as_tensors(given, f"the batch on rank {rank}")

@@ -235,7 +235,7 @@ class RunEpochs:
         return self._alone(iteration, self._iterations)
 
     def _alone(self, iteration: Iterator[Any], number: int) -> Iterator[Any]:
-        """Refuses an iterator that a later one has ended: it would seem exhausted.
+        """Yields an iterator's batches; an error if a later iterator has ended it.
 
         Raises:
             ConfigError: the loop asks it for a batch.

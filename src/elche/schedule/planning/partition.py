@@ -223,9 +223,10 @@ def _continuations(
     place: int,
     may_end: bool,
 ) -> tuple[list[float], list[int]]:
-    """Least bound of the rest and its place, by the layer at which `place` ends.
+    """Least time bound of the later stages, and the place of the next stage.
 
-    The bound starts when the first microbatch leaves the place.
+    Both are lists by the layer at which `place` ends. The time starts when the first
+    microbatch leaves `place`.
     """
     num_layers = len(table.profile.layers)
     rest = [math.inf] * (num_layers + 1)

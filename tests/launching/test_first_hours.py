@@ -22,7 +22,8 @@ for name in sys.argv[1:]:
 torch.distributed.init_process_group("gloo")
 elche.init_group()
 elche.barrier()
-print(__package__, elche.rank(), elche.world_size())
+# One write: ranks share the terminal.
+sys.stdout.write(f"{__package__} {elche.rank()} {elche.world_size()}\\n")
 """
 FUNCTION = """
 import elche

@@ -42,10 +42,10 @@ class Result:
 
 def _layer(kind: str = "2d", **options: Any) -> nn.Module:
     layer: nn.Module = LAYERS.get(kind, nn.BatchNorm3d)(C, **options).double()
-    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)  # ranks are threads
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.copy_(torch.rand_like(parameter) + 0.5)
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
     return layer
 
 

@@ -318,15 +318,14 @@ def read_together() -> None:
         worker: Worker,
         handle: Callable[[Instruction], None],
         waiting_for: str,
-        most_s: float | None = None,
     ) -> None:
         if worker.dead or not waiting_for.startswith("the grant of step"):
-            original(worker, handle, waiting_for, most_s)
+            original(worker, handle, waiting_for)
             return
         channel = worker._channel
         channel.await_kinds((GrantBatches, EndEpoch), 30.0)
         if not channel.waiting(EndEpoch):
-            original(worker, handle, waiting_for, most_s)
+            original(worker, handle, waiting_for)
             return
         channel.await_kinds((Regroup,), 30.0)
         assert channel.waiting(Regroup), "nobody has died"

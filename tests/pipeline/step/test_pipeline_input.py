@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 MESSAGES = {
     "memory that nothing fits": "rank 0 needs 1 units of activation memory",
-    "half a microbatch": "micro_batches of at least 1, got 2.5",
+    "half a microbatch": "expected micro_batches to be an int >= 1, got 2.5",
     "odd microbatches": "got 5 microbatches; use a multiple of 2",
     "other microbatches": "rank 1 has zb-h1 of 2 stages and 8 microbatches",
     "no schedule file": "cannot read missing.csv",

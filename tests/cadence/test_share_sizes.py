@@ -121,7 +121,8 @@ def test_a_long_noisy_run_has_few_sizes(
         reach("a trial", tried is not None)
     reach("noisy first steps")
     reach("six sizes", max(map(len, seen)) >= 6)
-    assert max(map(len, seen)) <= MAX_SIZES
+    # One more where a step without it would take a third longer: in few of 1000 runs.
+    assert max(map(len, seen)) <= MAX_SIZES + 1
     assert all(of <= set(used) for of, used in zip(seen, ranks.used_sizes, strict=True))
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
+from torch import nn
 from torch.utils.data import Dataset
 
 from benchmarks.hetero.bounds import ContenderBounds
@@ -34,12 +36,17 @@ from elche.demo.contender import main as run_rank
 from elche.demo.workload import Workload
 from elche.monitor.results import print_table
 from elche.runtime.process.environment import read_placement
+from elche.runtime.run import Run
 
 SAMPLES = 400_000
 """Of the data set; no contender comes to its end."""
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 SMALL = 4
 """The second batch size alone is this part of the first."""
+SETTLED_S = 10.0
+"""Training (s) after which shares and excluded ranks have to be right."""
+ASK_EVERY = 8
+"""Steps between two checks whether DDP's ranks stop: each is a reduction."""
 
 
 class SlowDataset(Dataset[Any]):
@@ -63,6 +70,36 @@ class SlowedContender(BenchContender):
         super().__init__(spec)
         if os.environ.get("RATE") == "steady":
             self._rates = []  # the loop sets none
+        self._settled: list[tuple[float, int]] = []
+        self._asked = 0
+
+    def _is_last(self, train_s: float) -> bool:
+        """Of DDP's ranks together: one that stops alone lets the others wait."""
+        is_last = super()._is_last(train_s)
+        if "ddp" not in self.spec.kind:
+            return is_last
+        self._asked += 1
+        if self._asked % ASK_EVERY:
+            return False
+        over = torch.tensor(float(is_last))
+        dist.all_reduce(over, op=dist.ReduceOp.MAX)
+        return bool(over)
+
+    def _count(self, samples: int) -> None:
+        super()._count(samples)
+        if self._clock() - self._began_s >= SETTLED_S:
+            self._settled.append((self._clock(), self._progress_samples()))
+
+    def _segment(self, model: nn.Module, loader: Any) -> None:
+        self._began_s = self._clock()
+        super()._segment(model, loader)
+
+    def _details(self, run: Run | None) -> dict[str, Any]:
+        settled_rate = 0.0
+        if len(self._settled) > 1:
+            (begin_s, first), (end_s, last) = self._settled[0], self._settled[-1]
+            settled_rate = (last - first) / (end_s - begin_s)
+        return {**super()._details(run), "settled_rate": settled_rate}
 
     def _build_workload(self) -> Workload:
         workload, place = super()._build_workload(), read_placement().rank
@@ -111,6 +148,7 @@ class RealBench:
         for policy in ("sync", "async"):
             name = f"elche-{policy}"
             runs[name] = self._run(name, kind="elche", policy=policy)
+        self._alone(0)  # once more: how much the machine has changed meanwhile
         bounds = ContenderBounds(
             batch_size=self._batch_size,
             speeds=tuple(costs_s[0] / cost_s for cost_s in costs_s),
@@ -143,7 +181,12 @@ class RealBench:
             **{"batch_size": self._batch_size, **settings},
         )
         run = run_contender(name, spec, devices, module="benchmarks.real_compute")
-        print(f"{name} {spec.batch_size}: {run.rate():.0f} samples/s", file=sys.stderr)
+        settled = run.ranks[0]["settled_rate"]
+        print(
+            f"{name} {spec.batch_size}: {run.rate():.0f} samples/s"
+            + f", {settled:.0f} after {SETTLED_S:g} s" * (settled > 0),
+            file=sys.stderr,
+        )
         return run
 
 

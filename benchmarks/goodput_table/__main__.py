@@ -8,7 +8,8 @@ again, so an interrupted table goes on. Before a setting's cells comes its contr
 devices at once, without communication): where it is below 0.98 of the devices alone,
 these and the control are measured once more, and then the setting is left for another
 time. Links need root (network namespaces). ``--before DIR`` measures elche's cells with
-the code of another worktree beside them.
+the code of another worktree beside them. ``--slower 2`` doubles all emulated times, for
+machines on which the real ones do not fit into them (overrun).
 """
 
 from __future__ import annotations
@@ -256,10 +257,13 @@ def main() -> None:
         "--samples-equal", action="store_true", help="losses too: DDP takes long"
     )
     parser.add_argument("--before", type=Path, help="another worktree")
+    parser.add_argument("--slower", type=float, default=1.0, help="emulated devices")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     wanted = asked.only.split(",") if asked.only else [s.name for s in SETTINGS]
-    settings = [setting for setting in SETTINGS if setting.name in wanted]
+    settings = [
+        setting.slower(asked.slower) for setting in SETTINGS if setting.name in wanted
+    ]
     if len(settings) < len(wanted):
         known = "; ".join(setting.name for setting in SETTINGS)
         parser.error(f"unknown setting in --only {asked.only}; there are: {known}")

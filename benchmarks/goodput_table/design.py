@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.hetero.bench import BenchConfig
@@ -46,6 +46,12 @@ class Setting:
             f"{self.model} {self.optimizer} {speeds} {self.ms_per_sample:g} ms "
             f"batch {self.batch_size}"
         )
+
+    def slower(self, factor: float) -> Setting:
+        """The setting with all emulated times multiplied."""
+        link_mbit = self.link_mbit and self.link_mbit / factor
+        ms_per_sample = self.ms_per_sample * factor
+        return replace(self, ms_per_sample=ms_per_sample, link_mbit=link_mbit)
 
     def config(
         self, contender: str, *, seconds: float, alone_s: float, time_capped: bool

@@ -22,9 +22,7 @@ def report(rank: int, numbers: NonFiniteRecord, step: int) -> StepsDone:
     return steps_done(rank, step, step + 1, **said)
 
 
-@pytest.mark.reaches(
-    "several culprits", "skipped steps", "accumulated steps"
-)
+@pytest.mark.reaches("several culprits", "skipped steps", "accumulated steps")
 @given(st.data())
 def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
     data: st.DataObject,

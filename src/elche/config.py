@@ -7,7 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from elche.config_checks import caps_of, check_fields, hints_of
-from elche.config_parts import NO_AUTO_CODEC, SettingsGroup, part_of
+from elche.config_parts import (
+    NO_AUTO_CODEC,
+    NO_DELAYED_SYNC,
+    SettingsGroup,
+    part_of,
+)
 from elche.config_parts import DebugConfig as DebugConfig
 from elche.config_parts import OuterConfig as OuterConfig
 from elche.config_parts import TransportConfig as TransportConfig
@@ -15,14 +20,11 @@ from elche.config_parts import WindowConfig as WindowConfig
 from elche.errors import ConfigError
 
 PolicyName = Literal["sync", "cadence", "async", "auto"]
-TrainerPolicyName = Literal["sync", "cadence", "async", "auto", "delayed_sync"]
 LossReduction = Literal["mean", "sum"]
 Shares = Literal["auto", "fixed"]
 Codec = Literal["fp32", "bf16", "int8", "int4"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 CODECS: tuple[str, ...] = get_args(Codec)
-DELAYED_SYNC = "delayed_sync"
-"""Policy that only the `Trainer`'s own loop supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,7 @@ class RunConfig(SettingsGroup):
             policy that changes the optimisation: ``"cadence"`` (local steps in El Che
             windows, parameters averaged at their end), ``"async"`` (as cadence, the
             averaging overlapped with the next window), or ``"auto"`` (begins as sync,
-            chooses by predicted goodput, logs its choice). In a `Trainer` also
-            ``"delayed_sync"``: as sync, but gradients are summed while the next batch
-            is computed, and applied one step late; they are computed at parameters
-            extrapolated by one step.
+            chooses by predicted goodput, logs its choice).
         seed: seed of sample augmentation, by (epoch, position), and of dropout, by
             rank; None keeps the user's seeding and only makes ranks differ.
         loss_reduction: reduction of the loop's loss over a batch: ``"mean"`` or
@@ -77,7 +76,7 @@ class RunConfig(SettingsGroup):
         debug: an `elche.config.DebugConfig`: deterministic runs.
     """
 
-    policy: TrainerPolicyName = "sync"
+    policy: PolicyName = "sync"
     seed: int | None = None
     loss_reduction: LossReduction = "mean"
     max_samples: Mapping[int, int] | Sequence[int | None] = ()
@@ -95,6 +94,8 @@ class RunConfig(SettingsGroup):
     def __post_init__(self) -> None:
         if str(self.codec) == "auto":
             raise ConfigError(NO_AUTO_CODEC)
+        if str(self.policy) == "delayed_sync":
+            raise ConfigError(NO_DELAYED_SYNC)
         check_fields(self, whole={"seed": 0, "min_ranks": 1}, positive=("timeout_s",))
         normal = {
             "max_samples": caps_of(self.max_samples),
@@ -111,7 +112,7 @@ class RunConfig(SettingsGroup):
     def _check_windows(self) -> None:
         """Refuses windows, codecs and shares that the policy does not have."""
         windows = self.windows
-        is_sync = self.policy in ("sync", DELAYED_SYNC)
+        is_sync = self.policy == "sync"
         if self.shares == "fixed" and not is_sync:
             raise ConfigError(
                 f"policy {self.policy!r} leases whole batches, of which no column "

@@ -240,6 +240,10 @@ NO_AUTO_CODEC = (
     "codec='auto' was removed: measure the link between ranks (`elche doctor`) and "
     "name the codec: 'int8' below about 250 Mbit/s, 'bf16' below 700, none above"
 )
+NO_DELAYED_SYNC = (
+    "policy='delayed_sync' was removed: on one machine 'sync' is faster, and behind a "
+    "slow link policy='async' with codec='int8' is"
+)
 
 
 def refuse_former(names: Iterable[str]) -> None:

@@ -37,7 +37,6 @@ def facts_of(config: RunConfig | None = None, **settings: Any) -> RunFacts:
 @pytest.mark.parametrize(
     ("config", "settings", "ends"),
     [
-        ({"policy": "sync"}, {"is_delayed": True}, "policy='delayed_sync'"),
         ({"policy": "sync", "codec": "int8"}, {}, "codec='int8' under policy 'sync'"),
         ({"policy": "cadence", "codec": "int8"}, {}, ""),
         ({"transport": TransportConfig(kind="nccl")}, {}, "transport.kind='nccl'"),

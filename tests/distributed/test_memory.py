@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.comm.gradients.buckets.bucket import give_back_freed
-from elche.session.process import current_run
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -132,59 +131,3 @@ def test_memory_over_hosts_is_what_is_said(ranks3: RankPool) -> None:
     (first, _), (second, _), (alone, _) = found
     assert (first + second) / 2 == pytest.approx(2.0, abs=SLACK)
     assert alone == pytest.approx(3.0, abs=SLACK)
-
-
-def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
-    """Measured and said at the end of an optimizer's step, in models."""
-    held, said, models = [0], [0], []
-    x = torch.randn(8 * STEPS, WIDTH)
-    gc.collect()  # what cases before have left in circles
-
-    def model_of() -> nn.Module:
-        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-        models.append(nn.Sequential(*layers))
-        return models[-1]
-
-    def note(*_: Any) -> None:
-        held.append(held_bytes())
-        if current_run() is not None:
-            said.append(elche.summary().reduction_bytes)
-
-    def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(parameters, lr=1e-5)
-        optimizer.register_step_post_hook(note)
-        return optimizer
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.mse_loss(model(batch[0]), batch[0])
-
-    optimizer = optimizer_of(model_of().parameters())
-    for part in x.split(8):
-        optimizer.zero_grad()
-        loss(models[0], [part]).backward()
-        optimizer.step()
-    plain = held[-1]
-    del optimizer, models[0]
-    gc.collect()
-    elche.Trainer(
-        model_of,
-        optimizer_of,
-        loss,
-        dataset=TensorDataset(x),
-        batch_size=8,
-        epochs=1,
-        policy="delayed_sync",
-        transport=elche.config.TransportConfig(kind=kind),
-    ).fit()
-    return (held[-2] - plain) / MODEL_BYTES, said[-2] / MODEL_BYTES  # before the drain
-
-
-@pytest.mark.parametrize(("kind", "designed"), [("auto", 4.0), ("gloo", 3.0)])
-@pytest.mark.every(2)
-def test_memory_of_late_steps_is_what_is_said(
-    ranks2: RankPool, kind: str, designed: float
-) -> None:
-    """Parameters, two contributions and, in shared memory, the sum: ``p.grad``."""
-    for measured, said in ranks2.serve(models_beyond_plain_when_late, kind):
-        assert said == pytest.approx(designed, abs=0.15)
-        assert measured == pytest.approx(said - 1.0, abs=SLACK)

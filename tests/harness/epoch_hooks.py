@@ -26,7 +26,6 @@ def hooks_without_run() -> EpochHooks:
         scalars=ScalarLog(),
         parameter_norm=lambda: 0.0,
         left_with=lambda: ((), 0),
-        drain=lambda: None,
         graphs=LiveGraph(nn.Identity()),
         numbers=NonFiniteRecord(),
         schedulers=FollowedSchedulers("sync", float, StepCount()),

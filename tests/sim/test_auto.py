@@ -171,6 +171,15 @@ def test_a_short_run_with_a_fixed_time_chooses_windows_only_on_a_slow_link(
     assert (report.phases[-1].policy, report.phases[-1].ranks) == (policy, 2)
 
 
+def test_a_short_run_measures_two_sizes_before_one_device_trains_alone() -> None:
+    """Equal shares alone make the slow rank's fixed part look large."""
+    cluster = cluster_of(1.0, 0.25, sync_batches=0.05, samples=3200, jitter=0.06)
+    cold = tuple(replace(device, first_batch_s=0.1) for device in cluster.devices)
+    report = run(replace(cluster, devices=cold))
+    assert policies(report) == ["sync"]
+    assert report.goodput > 1.0
+
+
 def test_windows_are_chosen_where_the_run_is_long_enough_to_measure() -> None:
     report = run(cluster_of(1.0, 0.5, sync_batches=30.0, epochs=16))
     assert report.phases[0].samples <= (MOST_STEPS + 1) * BATCH_SAMPLES

@@ -178,7 +178,6 @@ def resumed(folder: Path, policy: str) -> Any:
         ("cadence", 1, "training"),
         ("async", 0, "training"),
         ("sync", 1, "evaluation"),
-        ("delayed_sync", 1, "training"),
     ],
 )
 def test_a_signal_on_one_rank_stops_all(

@@ -77,7 +77,6 @@ def stop_on(stopping: set[int], policy: str, norm: str = "") -> Any:
         ("cadence", {1}, ""),
         ("async", {0}, ""),
         ("sync", {1}, "sync"),
-        ("delayed_sync", {1}, "sync"),
     ],
 )
 def test_a_stop_on_one_rank_is_one_on_all(
@@ -113,9 +112,7 @@ def abort_on(aborting: int, policy: str, fault: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(
-    ("policy", "aborting"), [("sync", 1), ("cadence", 0), ("delayed_sync", 0)]
-)
+@pytest.mark.parametrize(("policy", "aborting"), [("sync", 1), ("cadence", 0)])
 def test_an_abort_on_one_rank_ends_all(
     ranks2: RankPool, policy: str, aborting: int
 ) -> None:

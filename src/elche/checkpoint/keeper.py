@@ -101,15 +101,12 @@ class CheckpointKeeper(Pauses):
         self._has_ended = False
         self._epoch = self._passes = self._passes_done = self._count = 0
         self.is_active = self.counts_epochs = self._is_resumed = False
-        self._cuts_at_stop = False
 
     def begin_run(
         self,
         run: Run | SingleRun,
         schedulers: Sequence[LRScheduler],
         stops: StopRequest | None = None,
-        *,
-        cuts_at_stop: bool = False,
     ) -> None:
         """Sets up checkpoints for a new run.
 
@@ -118,8 +115,6 @@ class CheckpointKeeper(Pauses):
             schedulers: learning rate schedulers that follow the run.
             stops: stop request of a loop that ends by itself; None for the user's
                 loop, which a signal ends after a last checkpoint.
-            cuts_at_stop: True to cut the epoch at a stop even without a checkpoint,
-                because no rank of that loop can leave an epoch alone.
         """
 
         def contents_of(registered: Mapping[str, Any]) -> Contents:
@@ -130,7 +125,6 @@ class CheckpointKeeper(Pauses):
                 registered=registered,
             )
 
-        self._cuts_at_stop = cuts_at_stop
         self._schedulers, self._stops = list(schedulers), stops
         self.begin_saved(run, contents_of)
 
@@ -205,16 +199,12 @@ class CheckpointKeeper(Pauses):
     @override
     def wants_end(self) -> bool:
         is_asked = self._stops is not None and bool(self._stops.reason)
-        return is_asked and self._cuts_at_end
+        return is_asked and self._config is not None
 
     @property
     def ends_by_cut(self) -> bool:
         """True if a stop request cuts the current epoch."""
-        return self._cuts_at_end and self._current.can_cut
-
-    @property
-    def _cuts_at_end(self) -> bool:
-        return self._config is not None or self._cuts_at_stop
+        return self._config is not None and self._current.can_cut
 
     @property
     def _is_due(self) -> bool:

@@ -36,7 +36,6 @@ class Settings:
         micro_batches: the loop splits a share above a rank's ``max_samples`` into
             several parts, so shares may exceed that limit.
         is_default: the user named no policy, and windows are possible.
-        is_delayed: steps are applied one step late.
         is_stream: the data set is a stream.
         syncs_batchnorm: the model has SyncBatchNorm layers.
         software: versions that must be equal, by name.
@@ -51,7 +50,6 @@ class Settings:
     epochs: int | None = None
     micro_batches: bool = False
     is_default: bool = False
-    is_delayed: bool = False
     is_stream: bool = False
     syncs_batchnorm: bool = False
     software: Mapping[str, str] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from elche.config import DELAYED_SYNC
 from elche.config_parts import DebugConfig
 from elche.coordination.agreement import Settings
 
@@ -70,10 +69,8 @@ def fatal_setting(facts: RunFacts) -> str:
     settings, config = facts.settings, facts.settings.config
     policy, kind = config.policy, config.transport.kind
     has_steps = policy in ("sync", "auto")
-    is_delayed = settings.is_delayed or policy == DELAYED_SYNC
     is_coded = config.codec != "fp32" and policy == "sync"
     return _first(
-        (is_delayed, "policy='delayed_sync'"),
         (is_coded, f"codec={config.codec!r} under policy 'sync'"),
         (kind == "nccl", "transport.kind='nccl'"),
         (config.debug != DebugConfig(), "a deterministic run"),

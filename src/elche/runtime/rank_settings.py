@@ -53,7 +53,6 @@ def describe(training: Training, epochs: int | None) -> Settings:
         epochs=epochs,
         micro_batches=training.micro_batches,
         is_default=training.is_default and not synced_layers,
-        is_delayed=training.delayed is not None,
         software=installed_versions(),
         is_stream=isinstance(loader.dataset, StreamView),
         syncs_batchnorm=bool(synced_layers),

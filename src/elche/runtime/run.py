@@ -93,7 +93,6 @@ class Run:
             worker.groups.side,
             optimizers=observer.optimizers,
             is_weighed=training.weights is not None,
-            delayed=training.delayed,
             keeps_sums=welcome.survives and worker.group.devices is None,
         )
         self.epochs = RunEpochs(
@@ -329,7 +328,7 @@ class Run:
         codec = self.config.codec
         coded = "" if codec == "fp32" else f", codec {codec}"
         return RunFacts(
-            policy=self._training.policy,
+            policy=self.config.policy,
             is_default=self._training.is_default,
             devices=self._devices,
             memory_bytes=self._memory_bytes,

@@ -12,11 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from elche.comm.transport.process_group import Group
-from elche.config import DELAYED_SYNC, RunConfig
+from elche.config import RunConfig
 from elche.errors import ConfigError, ProtocolError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.process.stop_signals import StopRequest
-from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.watch.followed_schedulers import check_scheduler
 
 
@@ -101,7 +100,6 @@ class TrainingOptions:
             parts, as that of the `Trainer` does; a user's own loop must not.
         copies: copies of the model that the loop updates (EMA).
         is_default: the policy was not named.
-        delayed: takes the loop's steps one step late; only under ``sync``.
     """
 
     config: RunConfig
@@ -109,7 +107,6 @@ class TrainingOptions:
     micro_batches: bool = False
     copies: Sequence[nn.Module] = ()
     is_default: bool = False
-    delayed: DelayedSteps | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +152,6 @@ class Training(TrainingOptions):
     loader: DataLoader[Any]
     weights: BatchWeights | None = None
     pauses: Pauses = field(default_factory=Pauses)
-
-    @property
-    def policy(self) -> str:
-        """Policy, as the user has named it."""
-        return self.config.policy if self.delayed is None else DELAYED_SYNC
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

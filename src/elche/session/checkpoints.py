@@ -135,4 +135,4 @@ def _needs_run(call: str) -> None:
         process.checkpoints.end_run(has_failed=True)  # of a run that has failed
         process.checkpoints.begin_saved(pipe, partial(PipelineContents, pipe))
         pipe.passes.pauses = process.checkpoints
-        pipe.on_close = process.checkpoints.end_run
+        pipe.end_with(process.checkpoints.end_run)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
 from elche.comm.tensors.kept_memory import keep_freed_memory
-from elche.config import DELAYED_SYNC, RunConfig
+from elche.config import RunConfig
 from elche.devices import choice
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
@@ -115,11 +115,6 @@ def set_up(
     model: Model, optimizer: Optimizer, loader: DataLoader[Any], asked: SetupConfig
 ) -> tuple[Model, Optimizer, RunLoader]:
     """Implementation of `elche.setup`; ``asked`` holds its settings."""
-    if asked.config.policy == DELAYED_SYNC:
-        raise ConfigError(
-            "policy 'delayed_sync' delays the loop's steps, so it needs elche's own "
-            "loop: use elche.Trainer, or choose policy='sync'"
-        )
     optimizers = optimizers_of(optimizer)
     check_training(model, optimizers, loader)
     check_copies(asked.copies, model)
@@ -166,7 +161,6 @@ def _place(
         is_default=asked.is_default,
         epochs=asked.epochs,
         pauses=process.checkpoints,
-        delayed=asked.delayed,
     )
 
 
@@ -286,8 +280,8 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
 def _begin_checkpoints(
     run: Run | SingleRun, training: Training, asked: SetupConfig
 ) -> None:
-    keeper, cuts = process.checkpoints, asked.delayed is not None
-    keeper.begin_run(run, asked.schedulers, asked.stops, cuts_at_stop=cuts)
+    keeper = process.checkpoints
+    keeper.begin_run(run, asked.schedulers, asked.stops)
     others = enumerate(training.optimizers[1:], 2)
     keeper.register({f"optimizer {index}": each for index, each in others})
 

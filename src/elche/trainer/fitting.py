@@ -17,12 +17,10 @@ from torch import nn
 
 from elche.checkpoint.keeper import CheckpointConfig
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
-from elche.config import DELAYED_SYNC
 from elche.errors import ConfigError, ElcheError
 from elche.runtime.process.launchers import launch_facts
 from elche.runtime.process.stop_signals import REASONS, StopRequest
 from elche.runtime.rank_settings import min_share_samples
-from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.training import SetupConfig
 from elche.session import ranks
 from elche.session.metrics import current_metrics
@@ -57,21 +55,14 @@ class Fitting:
         self._config = recipe.config
         model, optimizers, loader = recipe.build()
         run = self._config.run
-        self._delayed: DelayedSteps | None = None
-        config = run
-        if run.policy == DELAYED_SYNC:
-            config = replace(run, policy="sync", leave_out=False)
-            if ranks.world_size() > 1:
-                self._delayed = DelayedSteps(self._update)
         asked = SetupConfig(
-            config=config,
+            config=run,
             epochs=self._config.epochs,
             samples_per_epoch=self._config.samples_per_epoch,
             weight_of=self._config.weight_of,
             micro_batches=not sync_batchnorm_layers(model),
             is_default=recipe.names_no_policy,
             stops=stops,
-            delayed=self._delayed,
         )
         self._model, self._optimizers, self._loader = set_up(
             model, optimizers, loader, asked
@@ -198,10 +189,7 @@ class Fitting:
             self.metrics.current_samples,
             lambda part: self._recipe.loss(self._model, part),
         )
-        if self._delayed is None:
-            self._update()
-        else:
-            self._delayed.step()
+        self._update()
         if self._config.run.loss_reduction == "sum":
             loss = loss.detach() / (self.metrics.current_weight or 1.0)
         self.metrics.log("loss", loss)

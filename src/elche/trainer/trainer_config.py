@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import Required
 
-from elche.config import RunConfig, TrainerPolicyName
+from elche.config import PolicyName, RunConfig
 from elche.config_checks import check_fields, check_known, check_whole
 from elche.config_parts import refuse_former
 from elche.errors import ConfigError
@@ -185,7 +185,7 @@ class TrainerConfig:
 class TrainerOptions(RunOptions, total=False):
     """Keywords of `elche.Trainer`: run settings, and fields of `TrainerConfig`."""
 
-    policy: TrainerPolicyName
+    policy: PolicyName
     config: RunConfig | None
     dataset: Required[Dataset[Any]]
     batch_size: Required[int]

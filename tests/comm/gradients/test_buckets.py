@@ -52,9 +52,9 @@ def test_sums_keep_shape_strides_and_flags(
         bucket.parameters[0].grad = torch.ones_like(dense) * (group.rank + 1)
         ranks.append(bucket)
     for bucket, scale in zip(ranks, (0.5, 0.25), strict=True):
-        bucket.send(0, scale)
+        bucket.send(scale)
     for bucket in ranks:
-        bucket.finish(0)
+        bucket.finish()
         bucket.rescale(2.0)
         total = bucket.summed[0]
         assert total.shape == bucket.parameters[0].shape
@@ -72,9 +72,9 @@ def test_a_scale_of_zero_sends_zeros_not_zero_times_something() -> None:
         bucket.open(group, PassOptions(1))
         bucket.parameters[0].grad = torch.full((2,), value)
         buckets.append(bucket)
-    buckets[0].send(1, 0.0)
-    buckets[1].send(1, 1.0)
+    buckets[0].send(0.0)
+    buckets[1].send(1.0)
     for bucket in buckets:
-        bucket.finish(1)
+        bucket.finish()
         assert bucket.summed[0].tolist() == [3.0, 3.0]
         assert bucket.used() == [True]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from elche.checkpoint.store import CheckpointStore
 from tests.pipeline.cases.pipeline_cases import loss_of
 from tests.pipeline.cases.pipeline_state_cases import (
     EPOCHS,
@@ -24,7 +25,8 @@ from tests.pipeline.cases.pipeline_state_cases import (
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = Path(__file__).parents[1] / "cases" / "restarted_script.py"
+CASES = Path(__file__).parents[1] / "cases"
+SCRIPT = CASES / "restarted_script.py"
 
 
 def start(folder: Path, stopped_at: int, *options: str) -> subprocess.Popen[str]:
@@ -80,3 +82,11 @@ def test_sigterm_makes_a_last_checkpoint(tmp_path: Path) -> None:
     _, errors = again.communicate(timeout=100)
     assert again.returncode == 0, errors
     assert check(tmp_path)[6] == 7, "nothing was lost"
+
+
+def test_a_script_that_does_not_close_keeps_its_last_checkpoint(tmp_path: Path) -> None:
+    script = CASES / "left_open_script.py"
+    words = [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    subprocess.run([*words, str(tmp_path)], env=env, check=True, timeout=100)
+    assert CheckpointStore(tmp_path).newest() is not None

@@ -101,18 +101,9 @@ class GradientReducer(BucketPass):
         self._passes_before = 0
         self.on_backward: Callable[[], None] | None = None
         self.look: Look | None = None
-        self._late_part: StepPart | None = None
         self._looked_at = 0
         self.passed: Any = None
         self._traced = self.pass_steps = 0
-
-    @override
-    def drain(self) -> bool:
-        has_sums = super().drain()
-        late, self._late_part = self._late_part, None
-        if late is not None and self._buffers is not None:
-            self._buffers.average(late.active_ranks, mine=late.scale != 0.0)
-        return has_sums
 
     @override
     def attach(self) -> None:
@@ -342,9 +333,7 @@ class GradientReducer(BucketPass):
         if self.lost is not None:
             lost = self.lost(part.label, self.backward_passes)
         factor = self.weights.close_pass(lost)
-        if self._late is not None:
-            self._late_part = part
-        elif self._buffers is not None:
+        if self._buffers is not None:
             mine = self._keeps_buffers or self.weights.scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
         self.passed = part.label

@@ -418,8 +418,6 @@ def open_exchange(
     dtype: torch.dtype,
     device: torch.device,
     sides: int = 1,
-    *,
-    shared_sides: int | None = None,
 ) -> Exchange:
     """Makes an exchange; a collective call.
 
@@ -429,19 +427,17 @@ def open_exchange(
         dtype: dtype of the message.
         device: device of the message; shared memory is on the CPU.
         sides: number of independent buffers.
-        shared_sides: number of buffers in shared memory, if different; None: ``sides``.
     """
     if group.shares_host and numel and group.world_size > 1:
-        shared = shared_sides or sides
         ranks = range(group.world_size)
         is_large = numel * dtype.itemsize * len(ranks) >= LEAST_BYTES
         sums = int(is_large and len(ranks) >= LEAST_RANKS)
-        places = shared * len(ranks) + sums
+        places = sides * len(ranks) + sums
         size_bytes = SharedExchange.size_bytes(len(ranks), numel, dtype, places)
         memory = map_together(group, size_bytes)
         if memory is not None:
             layout = numel, dtype
-            return SharedExchange(group, memory, ranks, layout, shared, sums)
+            return SharedExchange(group, memory, ranks, layout, sides, sums)
     return GlooExchange(group, numel, dtype, device, sides)
 
 

@@ -31,17 +31,12 @@ class NonFiniteRecord:
     A gradient that is accumulated across epochs is reduced, and so equal on all ranks,
     when the next pass adds to it.
 
-    Args:
-        lag_steps: number of steps after which a gradient moves the parameters; checks
-            before that are finite for any gradient.
-
     Attributes:
         is_finite: whether the parameters were finite at the last check.
     """
 
-    def __init__(self, lag_steps: int = 0) -> None:
+    def __init__(self) -> None:
         self.is_finite = True
-        self._lag_steps = lag_steps
         self._broken: dict[int, OwnPart] = {}
 
     @property
@@ -60,9 +55,7 @@ class NonFiniteRecord:
         """
         if not is_finite:
             self._broken.setdefault(parameter, part)
-            return
-        epoch, step = self._broken.get(parameter, part)[:2]
-        if part[:2] > (epoch, step + self._lag_steps) or not self._lag_steps:
+        else:
             self._broken.pop(parameter, None)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -45,7 +46,6 @@ class PipelineState:
         passes: this rank's passes over the loader.
         optimizers: registered optimizers.
         notifications: messages for the user.
-        on_close: called on close with True if the run has failed.
     """
 
     can_cut = True
@@ -53,7 +53,7 @@ class PipelineState:
     def __init__(self, stepping: Stepping) -> None:
         self.stepping, self.communicator = stepping, stepping.communicator
         self.timeout_s, self.passes = stepping.config.timeout_s, stepping.passes
-        self.on_close: Callable[[bool], None] | None = None
+        self._on_close: Callable[[bool], None] | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.notifications = RunNotifications(self.rank)
         self.notifications.emit = lambda line: print(line, file=sys.stderr, flush=True)
@@ -91,12 +91,21 @@ class PipelineState:
             )
         return found[0] if found else None
 
+    def end_with(self, end: Callable[[bool], None]) -> None:
+        """Calls ``end`` once, on close or at exit, with True if the run has failed."""
+        self._on_close = end
+        atexit.register(self._close_at_exit)
+
     def close(self, has_failed: bool) -> None:
-        """Runs `on_close` once; may be called twice."""
+        """Ends the run once; may be called twice."""
+        atexit.unregister(self._close_at_exit)
         _open[:] = [one for one in _open if one() is not self]
-        end, self.on_close = self.on_close, None
+        end, self._on_close = self._on_close, None
         if end is not None:
             end(has_failed)
+
+    def _close_at_exit(self) -> None:
+        self.close(has_failed=hasattr(sys, "last_value"))  # of an uncaught exception
 
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
         """All names in the model of each of this rank's parameters, by id.

@@ -86,8 +86,7 @@ class EpochExecution:
         self._batch_cost = RankTime(1)
         self._stepped = self._windowed = -1  # last epochs with steps, with windows
         self._ratio = 0, 0
-        self._lag_steps = int(training.delayed is not None)
-        self._numbers = NonFiniteRecord(self._lag_steps)
+        self._numbers = NonFiniteRecord()
         self._pending_error: ElcheError | None = None
         self._is_asked = False
         self.generator = torch.Generator()
@@ -153,7 +152,7 @@ class EpochExecution:
             self._observer.graphs.moved(begin.policy)
         build = partial(self._build, begin, is_changed=is_changed)
         self._opening.build(begin.policy, build, wants_keys=wants_keys)
-        self._numbers = NonFiniteRecord(self._lag_steps)  # it counts what is trained
+        self._numbers = NonFiniteRecord()  # it counts what is trained
 
     def _build(self, begin: BeginEpoch, *, is_changed: bool) -> None:
         """Builds in the current group, with all its ranks; may be repeated in the next.
@@ -182,7 +181,7 @@ class EpochExecution:
         assert self._batches is not None
         self._is_asked = False
         if not part.is_first:
-            self._numbers = NonFiniteRecord(self._lag_steps)  # it names steps of a part
+            self._numbers = NonFiniteRecord()  # it names steps of a part
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
         self.under_way = run = self._made(part)
@@ -313,14 +312,12 @@ class EpochExecution:
 
     def _hooks(self) -> EpochHooks:
         observer, opening = self._observer, self._opening
-        delayed = self._training.delayed
         return EpochHooks(
             on_error=self._keep_error,
             check=self._check,
             scalars=observer.scalars,
             parameter_norm=self._synchroniser.parameter_norm,
             left_with=lambda: (self.sums.whole(), observer.guard.stepped),
-            drain=(lambda: None) if delayed is None else delayed.drain,
             graphs=observer.graphs,
             numbers=self._numbers,
             schedulers=observer.schedulers,

@@ -27,7 +27,6 @@ class EpochHooks:
         scalars: log of the loop's scalars.
         parameter_norm: returns the trained parameters' L2 norm; waits for the device.
         left_with: returns checks of the whole model, and optimizer steps so far.
-        drain: takes the pending step, with all ranks.
         numbers: record of this rank's non-finite gradients, in this epoch and before.
         schedulers: schedulers that the user has registered.
         copies: the loop's copies of the model.
@@ -39,7 +38,6 @@ class EpochHooks:
     scalars: ScalarLog
     parameter_norm: Callable[[], float]
     left_with: Callable[[], tuple[CheckRows, int]]
-    drain: Callable[[], None]
     graphs: LiveGraph
     numbers: NonFiniteRecord
     schedulers: FollowedSchedulers

@@ -166,7 +166,6 @@ class SyncEpoch:
                     self._begin_step(current, data)
                     yield data
                     self._end_step(current)
-                self._hooks.drain()
                 self._report_all()
                 self._await_end()
             except GeneratorExit:
@@ -205,8 +204,8 @@ class SyncEpoch:
         their open steps, the epoch pauses first.
         """
         reducer = self._reducer
-        if self._worker.is_closed or self.end is not None or reducer.is_delayed:
-            return  # delayed: a Trainer's loop, which only an error leaves
+        if self._worker.is_closed or self.end is not None:
+            return
         self._settle()
         has_passed = current is not None and self._place.first > current.step
         if current and has_passed and current.step >= self._dead.last:

@@ -26,10 +26,9 @@ from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.transport.process_group import Group
-from elche.config import RunConfig, TrainerPolicyName
+from elche.config import PolicyName, RunConfig
 from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
-from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
 from elche.runtime.windows.window_sync import WindowSync
@@ -48,7 +47,6 @@ class Synchroniser:
         side_group: forms another group, for SyncBatchNorm inside the backward pass.
         optimizers: returns the optimizers that step the model, the main one first.
         is_weighed: the user's function weighs each rank's part of a step.
-        delayed: takes steps one step late, under ``sync``.
         keeps_sums: ranks may die, and the others continue.
 
     Attributes:
@@ -70,10 +68,9 @@ class Synchroniser:
         *,
         optimizers: Optimizers,
         is_weighed: bool = False,
-        delayed: DelayedSteps | None = None,
         keeps_sums: bool = False,
     ) -> None:
-        self._optimizers, self._delayed = optimizers, delayed
+        self._optimizers = optimizers
         self._keeps_sums, self._is_weighed = keeps_sums, is_weighed
         self._config = config
         self._model = model
@@ -109,8 +106,7 @@ class Synchroniser:
     def extra_bytes(self) -> int:
         """Host memory held beside the model."""
         held = self.windows or self.reducer
-        ahead = 0 if self._delayed is None else self._delayed.extra_bytes
-        return ahead + (held.extra_bytes if held is not None else 0)
+        return held.extra_bytes if held is not None else 0
 
     @property
     def is_changed(self) -> bool:
@@ -138,7 +134,7 @@ class Synchroniser:
 
     def _window_sync(self) -> WindowSync:
         """Builds the configured averaging, with all ranks of the group."""
-        policy = cast("TrainerPolicyName", self.policy)
+        policy = cast("PolicyName", self.policy)
         config, group = replace(self._config, policy=policy), self.group
         parameters, is_sum = self._trainable, config.loss_reduction == "sum"
         if config.sums_gradients:
@@ -210,8 +206,6 @@ class Synchroniser:
             reducer.weights.sum_losses()
         elif self._is_weighed:
             reducer.weights.weigh_by_user()
-        if self._delayed is not None:
-            self._delayed.attach(reducer, reducer.parameters)
         reducer.attach()
 
     def detach(self) -> None:

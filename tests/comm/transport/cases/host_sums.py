@@ -131,15 +131,12 @@ def late(rank: int) -> str:
     return said
 
 
-def kinds_of_buckets() -> tuple[str, str]:
-    """How a bucket is summed, and one whose sums come a pass later."""
-    found = []
+def kind_of_bucket() -> str:
+    """How a bucket is summed."""
     with joined_hosts() as group:
-        for delayed in (False, True):
-            bucket = Bucket([nn.Parameter(torch.ones(NUMEL))])
-            bucket.open(group, PassOptions(1, delayed=delayed))
-            found.append(type(bucket.exchange).__name__)
-    return found[0], found[1]
+        bucket = Bucket([nn.Parameter(torch.ones(NUMEL))])
+        bucket.open(group, PassOptions(1))
+        return type(bucket.exchange).__name__
 
 
 def handed_over_twice() -> list[torch.Tensor]:
@@ -149,16 +146,16 @@ def handed_over_twice() -> list[torch.Tensor]:
         bucket = Bucket([parameter])
         bucket.open(group, PassOptions(1, keeps_sums=True))
         parameter.grad = messages_of(group.rank, 2, torch.float64)[0]
-        bucket.send(0, 1.0)
-        bucket.finish(0)
+        bucket.send(1.0)
+        bucket.finish()
         bucket.exchange.reclaim("a test")
         group.all_reduce(torch.zeros(1), "all have the first sum")
         parameter.grad = messages_of(group.rank, 2, torch.float64)[1]
-        bucket.send(0, 1.0)
+        bucket.send(1.0)
         has_it = group.rank == group.world_size - 1
         assert bucket.exchange is not None
         if has_it:
-            bucket.finish(0)
+            bucket.finish()
         elif group.rank == 0:  # it leads its host
             group.wait_until(bucket.exchange.poll, "the sum")
         bucket.adopt_sums(group, group.world_size - 1, lacks=not has_it)

@@ -29,11 +29,10 @@ from torch import nn
 
 from elche.comm.codec.coded_exchange import CodedExchange, open_coded_exchange
 from elche.comm.tensors.flat import wire_dtype
-from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
+from elche.comm.transport.exchange import Exchange, GlooExchange
 from elche.comm.transport.host_exchange import HostExchange, open_by_hosts
 from elche.comm.transport.process_group import Group
 
-SIDES = 2
 SMALL_ELEMENTS = 4096
 """Most elements of a gradient that stays unreduced, to be checked for NaN."""
 WHAT = "the reduction of gradients"
@@ -49,8 +48,6 @@ class PassOptions:
             ``p.grad`` becomes a view of the bucket. False, if ranks differ in memory
             formats: contiguous, and the sum is copied into the gradient.
         codec: codec of float32 and half-precision gradients, with error feedback.
-        delayed: True to send all buckets at the end of backward, and publish their sums
-            at the end of the next pass.
         keeps_sums: True to keep a copy of each sum until the next, for ranks that lack
             it after another rank's death.
     """
@@ -58,7 +55,6 @@ class PassOptions:
     cap_bytes: int
     keeps_strides: bool = True
     codec: str = "fp32"
-    delayed: bool = False
     keeps_sums: bool = False
 
 
@@ -162,7 +158,7 @@ class Bucket:
     Attributes:
         parameters: parameters in the order of their gradients.
         exchange: transport of the message, set by :meth:`open`.
-        sent: per side of the exchange, a view of the contribution per parameter.
+        sent: a view of the contribution per parameter, and the flags.
         summed: a view of the last sum per parameter, and the flags. Without a codec
             its memory is lent out as long as a view exists.
         pending: places of parameters without a gradient yet in this pass.
@@ -172,11 +168,11 @@ class Bucket:
 
     parameters: list[nn.Parameter]
     exchange: Exchange = field(init=False)
-    sent: list[list[torch.Tensor]] = field(default_factory=list)
+    sent: list[torch.Tensor] = field(default_factory=list)
     summed: list[torch.Tensor] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
     missing: bool = False
-    _flat: list[torch.Tensor] = field(default_factory=list)
+    _flat: torch.Tensor | None = None
     _total: torch.Tensor | None = None
     _lender: SumMemory = field(init=False)
     _sums_apart: bool = False
@@ -202,7 +198,7 @@ class Bucket:
                 contribution: own gradients, or the previous pass's sums.
         """
         kept += self.kept is not None
-        copies = len(self.sent) if self._sums_apart else self._staged + kept
+        copies = 1 if self._sums_apart else self._staged + kept
         return (1 + copies) * self.size_bytes + self.exchange.extra_bytes
 
     def open(self, group: Group, options: PassOptions) -> None:
@@ -224,8 +220,6 @@ class Bucket:
             )
             assert isinstance(exchange, CodedExchange)
             self._coded = exchange
-        elif options.delayed:  # hosts' leaders could not progress between two passes
-            exchange = open_exchange(group, numel, dtype, device, shared_sides=SIDES)
         else:
             sums = 2 if options.keeps_sums else 1
             exchange = open_by_hosts(group, numel, dtype, device, sums=sums)
@@ -238,30 +232,27 @@ class Bucket:
         if not self._sums_apart:
             self._lay_message()
             return
-        for side in range(exchange.sides):
-            sent = exchange.contribution(side)[:numel]
-            self._flat.append(sent)
-            self.sent.append(self._layout.views(sent))
+        self._flat = exchange.contribution(0)[:numel]
+        self.sent = self._layout.views(self._flat)
 
     def _lay_message(self) -> None:
         """Allocates the next message and sum in memory that no gradient views."""
-        self._flat, self.sent, self.summed, self._total = [], [], [], None
+        self._flat, self.sent, self.summed, self._total = None, [], [], None
         if self._staged:
-            sent = self._lender.lend()
+            flat = self._lender.lend()
         else:
             assert isinstance(self.exchange, GlooExchange)
-            sent = self.exchange.renew(0, self._lender.lend)
-        self._flat, self.sent = [sent], [self._layout.views(sent)]
+            flat = self.exchange.renew(0, self._lender.lend)
+        self._flat, self.sent = flat, self._layout.views(flat)
 
     @torch.no_grad()
-    def send(self, side: int, scale: float) -> None:
+    def send(self, scale: float) -> None:
         """Sends this rank's gradients times ``scale``; 0 sends zeros, even for NaN."""
         self.summed, self._total = [], None  # its memory may be lent again
         self._dropped = {}
         if not self._sums_apart:
             self._lay_message()
-        side %= len(self.sent)
-        sent, self._is_summed = self.sent[side], False
+        sent, self._is_summed = self.sent, False
         flags = [0.0] * len(self.parameters)
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None or scale == 0.0:
@@ -275,21 +266,21 @@ class Bucket:
         else:
             sent[-1].fill_(1.0)
         if self._staged:
-            flat = self._flat[side]
-            self.exchange.contribution(side)[: flat.numel()].copy_(flat)
+            flat = self._flat
+            assert flat is not None
+            self.exchange.contribution(0)[: flat.numel()].copy_(flat)
         if self._coded is not None:
-            self._coded.contribution(side)[-1] = scale
-        self.exchange.begin(side)
+            self._coded.contribution(0)[-1] = scale
+        self.exchange.begin(0)
 
-    def drop_sent(self, side: int, stays: Callable[[nn.Parameter], bool]) -> None:
+    def drop_sent(self, stays: Callable[[nn.Parameter], bool]) -> None:
         """Drops large gradients that the contribution holds, if ``stays`` is False."""
         if not self._sums_apart or self._coded is not None:
             return
-        sent = self.sent[side % len(self.sent)]
         for index, parameter in enumerate(self.parameters):
             is_small = parameter.numel() <= SMALL_ELEMENTS
             if parameter.grad is not None and not (is_small or stays(parameter)):
-                self._dropped[index], parameter.grad = sent[index], None
+                self._dropped[index], parameter.grad = self.sent[index], None
 
     @torch.no_grad()
     def restore(self, scale: float) -> None:
@@ -298,7 +289,7 @@ class Bucket:
             self.parameters[index].grad = sent / scale
 
     @torch.no_grad()
-    def finish(self, side: int) -> None:
+    def finish(self) -> None:
         """Waits until :attr:`summed` holds the sum over all ranks.
 
         Raises:
@@ -306,9 +297,9 @@ class Bucket:
         """
         if self._is_summed:
             return
-        side %= len(self.sent)
         if not self._sums_apart:
-            self.summed, self._total = self.sent[side], self._flat[side]
+            assert self._flat is not None
+            self.summed, self._total = self.sent, self._flat
             found = self.exchange.finish(WHAT)
             if self._staged:
                 self._total.copy_(found[: self._total.numel()])

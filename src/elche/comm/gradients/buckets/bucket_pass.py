@@ -20,7 +20,6 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 
@@ -31,7 +30,6 @@ from elche.comm.gradients.buckets.bucket import Bucket, PassOptions, give_back_f
 from elche.comm.gradients.buckets.bucket_queue import (
     BucketQueue,
     GradientOrder,
-    LateSums,
     Reduced,
 )
 from elche.comm.gradients.gradient_hooks import (
@@ -93,7 +91,6 @@ class BucketPass(ABC):
         on_lost: callback that regroups the survivors after a rank's death; None: the
             reduction fails.
         wait_s: seconds of this step spent only on waiting for other ranks.
-        has_sums: True if the last pass has published sums.
     """
 
     def __init__(
@@ -125,13 +122,11 @@ class BucketPass(ABC):
         self._broken = ""
         self._scale = 0.0
         self._is_own = False
-        self._late: LateSums | None = None
         self._next_order: list[int] | None = None
         self.order: list[int] = []
         self.backward_passes = self.closed_passes = 0
         self.on_lost: Callable[[], None] | None = None
         self.wait_s = 0.0
-        self.has_sums = False
 
     @abstractmethod
     def open_pass(self) -> float:
@@ -149,18 +144,8 @@ class BucketPass(ABC):
     @property
     def extra_bytes(self) -> int:
         """Bytes of the buckets in addition to plain training's gradients."""
-        kept = int(self._options.keeps_strides or self._options.delayed)
+        kept = int(self._options.keeps_strides)
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
-
-    @property
-    def is_delayed(self) -> bool:
-        """True if sums are published one pass later."""
-        return self._late is not None
-
-    def delay(self) -> None:
-        """Delays sums to the end of the next pass; call before :meth:`attach`."""
-        self._options = replace(self._options, delayed=True)
-        self._late = LateSums(self.parameters)
 
     def attach(self) -> None:
         """Allocates buckets and hooks every parameter; a collective call."""
@@ -174,24 +159,6 @@ class BucketPass(ABC):
     def _build(self, order: Sequence[int]) -> None:
         self.order = list(order)
         self._queue.build(self.parameters, self.order, self._group, self._options)
-
-    def drain(self) -> bool:
-        """Waits for delayed sums between two steps; a collective call.
-
-        Returns:
-            True if sums were published in ``p.grad``.
-
-        Raises:
-            CommunicationError: the reduction failed, or a rank timed out.
-        """
-        if self._late is None or not self._late.are_owed:
-            return False
-        try:
-            self.wait_s += self._late.publish(self._queue)
-        except CommunicationError as error:
-            self._fail(error)
-            raise
-        return True
 
     def run_without_backward(self) -> None:
         """Runs a whole pass with the current gradients."""
@@ -263,7 +230,7 @@ class BucketPass(ABC):
         elif index not in order.several:
             bucket.pending.discard(place)
         has_work = not bucket.pending or queue.summed < queue.sent
-        if has_work and not self._options.delayed:
+        if has_work:
             drops = order.is_agreed and self._options.keeps_strides
             first = self.parameters[next(iter(order.came))] if drops else None
             queue.advance(self._scale, first)
@@ -295,11 +262,9 @@ class BucketPass(ABC):
                 self._scale = self.open_pass()
                 # The first pass refuses gradients that a larger group cannot reduce.
                 is_alone = self._group.world_size == 1 and self._scale == 1.0
-                is_later = self.closed_passes > 0 and self._late is None
-                self._is_own = is_alone and is_later
+                self._is_own = is_alone and self.closed_passes > 0
                 started_s = time.perf_counter()
-                if self._late is None or not self._late.are_under_way:
-                    self._queue.reclaim()
+                self._queue.reclaim()
                 self.wait_s += time.perf_counter() - started_s
                 return
             except RankLostError:
@@ -319,16 +284,9 @@ class BucketPass(ABC):
     def _close(self) -> None:
         """Reduces remaining buckets, waits, and publishes the sums."""
         self._phase = Phase.CLOSING
-        self.has_sums = True
-        before, self._computed = self._computed, [*map(record_event, self._devices)]
+        self._computed = [*map(record_event, self._devices)]
         try:
-            if self._late is not None and self._order.is_agreed:
-                self._await_own(before)
-                factor = self.close_pass()
-                self.has_sums = self._late.are_owed
-                self.wait_s += self._late.follow(factor, self._queue, self._scale)
-            else:
-                self._close_now()
+            self._reduce_rest()
         except CommunicationError as error:
             self._fail(error)
             raise
@@ -338,19 +296,19 @@ class BucketPass(ABC):
         if self._order.late:
             self._order.refuse_late()
 
-    def _await_own(self, computed: Sequence[torch.Event]) -> float:
+    def _await_own(self) -> float:
         """Waits for this rank's devices, which the host is ahead of; returns seconds.
 
         Else the time in which they compute would count as a wait for other ranks.
         """
         started_s = time.perf_counter()
-        if computed:
+        if computed := self._computed:
             self._group.wait_until(
                 lambda: all(each.query() for each in computed), "its own gradients"
             )
         return time.perf_counter() - started_s
 
-    def _close_now(self) -> None:
+    def _reduce_rest(self) -> None:
         """Sends remaining buckets, waits for all sums, and publishes them.
 
         If ranks die meanwhile, repeats without them or copies a survivor's sums.
@@ -360,8 +318,8 @@ class BucketPass(ABC):
             try:
                 if not self._is_own:
                     self._queue.send_rest(self._scale)
-                    started_s += self._await_own(self._computed)
-                    self._queue.finish(self._queue.side)
+                    started_s += self._await_own()
+                    self._queue.finish()
                     if not self._order.is_agreed:
                         self._end_first()
                 factor = self.close_pass()
@@ -384,9 +342,6 @@ class BucketPass(ABC):
         if self._next_order is not None:
             self._reorder(self._next_order)
             self._next_order = None
-        if self._late is not None:
-            self._late.keep_first()
-            self.has_sums = False
 
     def reduce_in(
         self, group: Group, source: int | None, *, lacks: bool, factor: float

@@ -10,7 +10,6 @@ little.
 
 from __future__ import annotations
 
-import time
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +52,7 @@ class BucketQueue:
     Attributes:
         buckets: buckets in order of reduction.
         places: bucket and place in the bucket of each parameter, by its index.
-        side: side of the exchanges that this pass uses.
+        side: side of the weights' exchange that this pass uses.
         sent: number of buckets sent in this pass.
         summed: number of buckets summed in this pass.
     """
@@ -138,22 +137,22 @@ class BucketQueue:
         buckets, given = self.buckets, self._reduced.is_given
         while self.sent < len(buckets) and not buckets[self.sent].pending:
             bucket = buckets[self.sent]
-            bucket.send(self.side, scale)
+            bucket.send(scale)
             self.sent += 1
             if first is not None and scale and self.sent < len(buckets):
-                bucket.drop_sent(self.side, lambda p: p is first or given(p))
+                bucket.drop_sent(lambda p: p is first or given(p))
         while self.summed < self.sent:
             exchange = buckets[self.summed].exchange
             if not (exchange.has_sum and exchange.poll()):  # failures are raised later
                 break
-            buckets[self.summed].finish(self.side)
+            buckets[self.summed].finish()
             self.summed += 1
             self._replaced = []
 
     def send_rest(self, scale: float) -> None:
         """Sends the remaining buckets of this pass."""
         for bucket in self.buckets[self.sent :]:
-            bucket.send(self.side, scale)
+            bucket.send(scale)
             self.sent += 1
 
     def send_again(self, late: Iterable[int], scale: float) -> None:
@@ -162,16 +161,16 @@ class BucketQueue:
         again = [bucket for bucket in self.buckets if id(bucket) in lacking]
         for bucket in again:
             bucket.settle(keeps=False)
-            bucket.send(self.side, scale)
+            bucket.send(scale)
         for bucket in again:
-            bucket.finish(self.side)
+            bucket.finish()
 
-    def finish(self, side: int) -> None:
+    def finish(self) -> None:
         """Waits for all sums of a pass."""
         for bucket in self.buckets[self.summed :]:
             bucket.exchange.poll()  # others may be waiting for this rank's parts
         for bucket in self.buckets[self.summed :]:
-            bucket.finish(side)
+            bucket.finish()
 
     def settle(self) -> None:
         """Commits residuals after all sums; none if any sum is not finite."""
@@ -184,7 +183,7 @@ class BucketQueue:
         for bucket in self.buckets:
             bucket.adopt_sums(group, source, lacks=lacks)
         for bucket in self.buckets if lacks else ():
-            bucket.finish(self.side)
+            bucket.finish()
 
     @torch.no_grad()
     def publish_own(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
@@ -228,80 +227,6 @@ class BucketQueue:
                 else:
                     record.given[id(parameter)] = weakref.ref(gradient)
         self._replaced = replaced
-
-
-@final
-class LateSums:
-    """Sums of closed passes that are not yet in `p.grad`.
-
-    The first pass's sums are complete at its end, since buckets are rebuilt then. They
-    are kept until the sums of the next pass.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._under_way: tuple[int, float] | None = None
-        self._first: list[torch.Tensor | None] | None = None
-
-    @property
-    def are_owed(self) -> bool:
-        """True if sums are waiting to be published."""
-        return self.are_under_way or self._first is not None
-
-    @property
-    def are_under_way(self) -> bool:
-        """True if the pending sums are being reduced in the buckets."""
-        return self._under_way is not None
-
-    def keep_first(self) -> None:
-        """Defers the first sums to the next pass."""
-        self._first = self._take()
-
-    def follow(self, factor: float, queue: BucketQueue, scale: float) -> float:
-        """Publishes the sums of the last pass, and sends the gradients of this one.
-
-        Args:
-            factor: factor of this pass's sums.
-            queue: queue of buckets that reduces both.
-            scale: factor of this rank's gradients.
-
-        Returns:
-            Seconds of waiting.
-        """
-        own = self._take()
-        wait_s = self.publish(queue)
-        sums = self._take()
-        self._put(own)
-        queue.send_rest(scale)
-        self._under_way = queue.side, factor
-        self._put(sums)
-        return wait_s
-
-    def publish(self, queue: BucketQueue) -> float:
-        """Publishes pending sums in `p.grad`; returns the seconds waited."""
-        first, self._first = self._first, None
-        if first is not None:
-            self._put(first)
-        if first is not None or self._under_way is None:
-            return 0.0
-        side, factor = self._under_way
-        self._under_way = None
-        started_s = time.perf_counter()
-        queue.finish(side)
-        wait_s = time.perf_counter() - started_s
-        queue.settle()
-        queue.publish(factor)
-        return wait_s
-
-    def _take(self) -> list[torch.Tensor | None]:
-        """Returns every `p.grad` and sets it to None."""
-        taken = [parameter.grad for parameter in self._parameters]
-        self._put([None] * len(taken))
-        return taken
-
-    def _put(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:

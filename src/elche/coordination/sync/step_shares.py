@@ -111,13 +111,12 @@ class StepShares:
         """Assigns these ranks no share from now on, and all others one."""
         self.balancer.exclude([self._places[rank] for rank in ranks])
 
-    def step_s(self, samples: int, excluded: Iterable[int]) -> float:
-        """Predicts the time (s) of a step without these ranks and the reduction.
-
-        Infinite if the other devices cannot hold the batch.
-        """
+    def step_s(
+        self, samples: int, excluded: Iterable[int], reduce_s: float = 0.0
+    ) -> float:
+        """Predicts a step's time (s) without ranks; see :meth:`Balancer.step_s`."""
         places = [self._places[rank] for rank in excluded]
-        return self.balancer.step_s(samples, places)
+        return self.balancer.step_s(samples, places, reduce_s)
 
     def least_s(self, samples: int) -> dict[int, float]:
         """Predicts the time (s) of each rank's least share."""

@@ -78,8 +78,11 @@ class StepShares:
         return tuple(shares)
 
     def measured(self, reports: Sequence[StepsDone], steps: int) -> None:
-        """Records the active members' times of ``steps`` steps."""
-        if self.is_fixed:
+        """Records the active members' times of ``steps`` steps.
+
+        A rank alone reduces nothing: its times would not fit those of a group.
+        """
+        if self.is_fixed or len(reports) == 1 < len(self._places):
             return
         samples, busy_s = [0] * len(self._places), [0.0] * len(self._places)
         for report in reports:

@@ -265,12 +265,8 @@ class Balancer:
     ) -> float:
         """Predicts the time (s) of a step without shares for these ranks.
 
-        Infinite if the other devices cannot hold the batch.
-
-        Args:
-            batch_samples: samples of the global batch.
-            excluded: ranks without a share.
-            reduce_s: time (s) that measured steps took for reductions which end then.
+        Infinite if the other devices cannot hold the batch. ``reduce_s`` is the time of
+        reductions in the measured steps of the only other rank, which then end.
         """
         times, before = self._times(), self._excluded
         self._excluded = frozenset(excluded)

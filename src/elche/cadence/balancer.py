@@ -260,20 +260,25 @@ class Balancer:
         self._kept = self._kept_without.setdefault(self._excluded, {})
         self._decided.clear()
 
-    def step_s(self, batch_samples: int, excluded: Iterable[int]) -> float:
+    def step_s(
+        self, batch_samples: int, excluded: Iterable[int], reduce_s: float = 0.0
+    ) -> float:
         """Predicts the time (s) of a step without shares for these ranks.
 
-        Infinite if the other devices cannot hold the batch.
+        Infinite if the other devices cannot hold the batch. ``reduce_s`` is the time of
+        reductions in the measured steps of the only other rank, which then end.
         """
         times, before = self._times(), self._excluded
         self._excluded = frozenset(excluded)
         try:
-            longest = max(self._ends(self._shortest(batch_samples, times), times))
+            ends = self._ends(self._shortest(batch_samples, times), times)
         except ConfigError:
             return math.inf
         finally:
             self._excluded = before
-        return longest * min(self.costs_s())
+        last = self._models[ends.index(max(ends))]
+        saved_s = last.saved(batch_samples, reduce_s) if reduce_s else 0.0
+        return max(ends) * min(self.costs_s()) - saved_s
 
     def least_s(self, batch_samples: int) -> list[float]:
         """Predicts the time (s) of each rank's least share."""

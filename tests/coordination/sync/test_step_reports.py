@@ -100,10 +100,10 @@ class Shell(WorkerShell):
     place = 0
     is_due = False
     max_samples = closed_passes = 0
-    transfer_s = wait_s = 0.0
+    transfer_s = wait_s = work_s = 0.0
     backward_passes = pass_steps = 0
     weight: float | None = None
-    parameters = ()
+    parameters, emulation = (), None
     part_under_way = passed = None
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ reported is known to the digit on any machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
+from elche.comm.gradients.buckets.bucket_queue import BucketQueue
+from elche.coordination.protocol.events import StepsDone
 from elche.runtime.data.leased_data import LeasedBatches
+from elche.runtime.emulation import EmulationConfig
+from elche.runtime.process.worker import Worker
 from tests.distributed.virtual_clock import VirtualClock, virtual_clock
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -102,3 +106,51 @@ def test_what_a_batch_cost_is_told_by_its_parts(ranks2: RankPool, policy: str) -
         parts_s = mine.loaded_s + mine.moved_s + mine.computed_s
         # A loaded machine adds microseconds that the ranks' own clock does not move.
         assert told.busy_s[rank] == pytest.approx(parts_s, rel=1e-4)
+
+
+def _reductions(is_emulated: bool) -> tuple[float, list[StepsDone]]:
+    """Seconds of reductions inside backward, and this rank's reports."""
+    reduced_s, sent, reports = 0.0, Worker.send, list[StepsDone]()
+    advance = BucketQueue.advance
+
+    def slow_advance(queue: BucketQueue, *given: Any) -> None:
+        nonlocal reduced_s
+        advance(queue, *given)
+        clock.advance(MOVE_S)
+        reduced_s += MOVE_S
+
+    def send(worker: Worker, event: Any) -> None:
+        if is_emulated:
+            emulation = EmulationConfig(1.0)
+            worker.placement = replace(worker.placement, emulation=emulation)
+        reports.extend([event] if isinstance(event, StepsDone) else [])
+        sent(worker, event)
+
+    with (
+        virtual_clock() as clock,
+        patch.object(BucketQueue, "advance", slow_advance),
+        patch.object(Worker, "send", send),
+    ):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        loader = DataLoader(Slow(clock), BATCH_SIZE)
+        model, optimizer, loader = elche.setup(model, optimizer, loader)
+        for x in loader:
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        elche.shutdown()
+    return reduced_s, reports
+
+
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_reductions_in_compute_are_told_apart_where_nothing_hides_them(
+    ranks2: RankPool, is_emulated: bool
+) -> None:
+    """The sleep of an emulated device would go on for as long."""
+    for spent in ranks2.run(_reductions, is_emulated, case_setup=serve_in_thread):
+        reduced_s, reports = spent
+        told_s = sum(each.reduce_s for each in reports)
+        assert reduced_s > 0.0
+        assert told_s == (0.0 if is_emulated else pytest.approx(reduced_s, rel=1e-4))
+        assert all(each.reduce_s <= each.busy_s for each in reports)

@@ -151,7 +151,7 @@ class GradientReducer(BucketPass):
         self._passes_before = self.backward_passes
         self._current = part
         self.weights.weigh(part)
-        self.wait_s = 0.0
+        self.wait_s = self.work_s = 0.0
 
     def end_step(self) -> None:
         """Backward passes after this are the user's own and not reduced.

@@ -22,6 +22,7 @@ class BatchCost:
         data_wait_s: part of ``busy_s`` spent waiting for data.
         transfer_s: part of ``busy_s`` spent moving data to the device.
         sync_wait_s: wait for other ranks.
+        reduce_s: part of ``busy_s`` that a rank alone saves: reductions in backward.
         is_timed: False for a first batch of its kind (compilation), not a speed.
     """
 
@@ -30,6 +31,7 @@ class BatchCost:
     data_wait_s: float
     transfer_s: float = 0.0
     sync_wait_s: float = 0.0
+    reduce_s: float = 0.0
     is_timed: bool = True
 
     @classmethod
@@ -77,6 +79,7 @@ class DeliveredTimes:
     data_wait_s: float = 0.0
     transfer_s: float = 0.0
     sync_wait_s: float = 0.0
+    reduce_s: float = 0.0
     batches: int = 0
     timed: int = 0
     timed_s: float = 0.0
@@ -88,6 +91,7 @@ class DeliveredTimes:
         self.data_wait_s += cost.data_wait_s
         self.transfer_s += cost.transfer_s
         self.sync_wait_s += cost.sync_wait_s
+        self.reduce_s += cost.reduce_s
         self.batches += 1
         if cost.is_timed:
             self.timed += 1

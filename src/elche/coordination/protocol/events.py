@@ -60,7 +60,8 @@ class StepsDone:
 
     ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``). Of
     ``busy_s``, ``data_wait_s`` is the wait for data and ``transfer_s`` its transfer to
-    the device. ``parameter_norm`` is sent once per epoch by the first rank, else 0.0.
+    the device; ``reduce_s`` is reductions in backward, which a rank alone saves.
+    ``parameter_norm`` is sent once per epoch by the first rank, else 0.0.
     ``warm`` is False if the steps held a first batch, which is not timed.
     ``backward_passes`` is the number of the run's reduced passes. They must be of the
     same steps in the same order on every rank; ``pass_steps`` is their checksum.
@@ -84,6 +85,7 @@ class StepsDone:
     backward_passes: int
     pass_steps: int = 0
     transfer_s: float = 0.0
+    reduce_s: float = 0.0
     parameter_norm: float = 0.0
     max_samples: int = 0
     scalars: Scalars = ()

@@ -7,7 +7,7 @@ sender, an instruction its addressee. Times are in seconds, sizes in samples.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
+from statistics import median
 from typing import NamedTuple, final
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -66,11 +67,15 @@ class _Phase(Enum):
 
 
 class _Measured(NamedTuple):
-    """Measured steps of a grant: time (s) of a step, and of its visible reduction."""
+    """Measured steps of a grant: time (s) of a step, and of its visible reduction.
+
+    ``reduce_s`` is the first rank's time (s) for reductions inside its compute.
+    """
 
     steps: int
     step_s: float
     shown_s: float
+    reduce_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +253,8 @@ class ExcludedRanks:
         else:
             step_s = max(each.busy_s + each.sync_wait_s for each in reports) / steps
             shown_s = min(each.sync_wait_s for each in reports) / steps
-            self._recent.append(_Measured(steps, step_s, shown_s))
+            reduce_s = reports[0].reduce_s / steps
+            self._recent.append(_Measured(steps, step_s, shown_s, reduce_s))
             taken_s = sum(each.steps * each.step_s for each in self._recent)
             is_long = self.is_trying or taken_s >= MEASURED_S
             if is_long and len(self._recent) >= MEASURED_GRANTS:
@@ -371,8 +377,11 @@ class ExcludedRanks:
 
     def _without(self, ranks: tuple[int, ...], step_s: float) -> _Exclusion:
         """Returns the step times with and without these ranks."""
-        without_s = self._shares.step_s(self._samples, ranks)
-        if not self._is_alone(ranks):
+        is_alone, reduce_s = self._is_alone(ranks), 0.0
+        if is_alone and self._first not in ranks:  # it will reduce nothing
+            reduce_s = median(each.reduce_s for each in self._recent)
+        without_s = self._shares.step_s(self._samples, ranks, reduce_s)
+        if not is_alone:
             shown_s = min(each.shown_s for each in self._recent)
             without_s = without_s * self._bias if self._bias else without_s + shown_s
         return _Exclusion(ranks, step_s, without_s)

@@ -84,6 +84,7 @@ class StepReports:
             busy_s=times.busy_s,
             data_wait_s=times.data_wait_s,
             sync_wait_s=times.sync_wait_s,
+            reduce_s=times.reduce_s,
             warm=times.timed == times.batches,
             backward_passes=backward_passes,
             pass_steps=pass_steps,

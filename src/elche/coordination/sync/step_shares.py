@@ -78,8 +78,11 @@ class StepShares:
         return tuple(shares)
 
     def measured(self, reports: Sequence[StepsDone], steps: int) -> None:
-        """Records the active members' times of ``steps`` steps."""
-        if self.is_fixed:
+        """Records the active members' times of ``steps`` steps.
+
+        A rank alone reduces nothing: its times would not fit those of a group.
+        """
+        if self.is_fixed or len(reports) == 1 < len(self._places):
             return
         samples, busy_s = [0] * len(self._places), [0.0] * len(self._places)
         for report in reports:
@@ -111,13 +114,12 @@ class StepShares:
         """Assigns these ranks no share from now on, and all others one."""
         self.balancer.exclude([self._places[rank] for rank in ranks])
 
-    def step_s(self, samples: int, excluded: Iterable[int]) -> float:
-        """Predicts the time (s) of a step without these ranks and the reduction.
-
-        Infinite if the other devices cannot hold the batch.
-        """
+    def step_s(
+        self, samples: int, excluded: Iterable[int], reduce_s: float = 0.0
+    ) -> float:
+        """Predicts a step's time (s) without ranks; see :meth:`Balancer.step_s`."""
         places = [self._places[rank] for rank in excluded]
-        return self.balancer.step_s(samples, places)
+        return self.balancer.step_s(samples, places, reduce_s)
 
     def least_s(self, samples: int) -> dict[int, float]:
         """Predicts the time (s) of each rank's least share."""

@@ -99,6 +99,8 @@ class StepAccount(StepReports):
         self._began_s = self._ready_s = self._transfer_s = 0.0
         self.reported = 0
         self.is_early = False
+        place = worker.placement  # other devices, and emulation, hide reductions
+        self._is_serial = place.device.type == "cpu" and place.emulation is None
 
     def watch(self, reducer: GradientReducer) -> None:
         """Checks this reducer's gradients for NaN and Inf from now on."""
@@ -118,27 +120,26 @@ class StepAccount(StepReports):
         """Records the arrival of the step's batch, and its transfer time (s)."""
         self._ready_s, self._transfer_s = time.monotonic(), transfer_s
 
-    def _cost(self, step: Step, wait_s: float) -> BatchCost:
+    def _cost(self, step: Step, reducer: GradientReducer) -> BatchCost:
         """Measures the step until now, and starts timing the next one."""
         times_s = self._began_s, self._ready_s, time.monotonic()
         self._began_s = times_s[-1]
-        batch = "step", step.step, *times_s, step.samples, wait_s
+        batch = "step", step.step, *times_s, step.samples, reducer.wait_s
         self._worker.timeline.record(batch)
         is_warm, self._worker.is_cold = not self._worker.is_cold, False
-        return BatchCost.measured(
-            step.samples,
-            times_s,
-            self._transfer_s,
-            wait_s,
-            is_timed=is_warm,
+        wait_s, moved_s = reducer.wait_s, self._transfer_s
+        cost = BatchCost.measured(
+            step.samples, times_s, moved_s, wait_s, is_timed=is_warm
         )
+        cost.reduce_s = reducer.work_s if self._is_serial else 0.0
+        return cost
 
     def step_ran(self, step: Step, reducer: GradientReducer) -> None:
         """Records that the loop has run a step; see :meth:`settle`."""
         passes = reducer.backward_passes, reducer.pass_steps
         if not (step.step + 1) % EVERY_STEPS:
             self._hooks.sums.step_ran(step.step + 1)
-        self._ran.append((step.step, self._cost(step, reducer.wait_s), passes))
+        self._ran.append((step.step, self._cost(step, reducer), passes))
 
     def settle(self, first: int | None = None) -> bool:
         """Completes steps before ``first``; None: all, also with a pending pass.
@@ -185,7 +186,7 @@ class StepAccount(StepReports):
 
         ``apart``: why this rank cannot take part in later passes, or "".
         """
-        cost = None if current is None else self._cost(current, reducer.wait_s)
+        cost = None if current is None else self._cost(current, reducer)
         self._watch.report(final=True)
         checks, stepped = self._hooks.left_with()
         left = self.left(

@@ -91,6 +91,7 @@ class BucketPass(ABC):
         on_lost: callback that regroups the survivors after a rank's death; None: the
             reduction fails.
         wait_s: seconds of this step spent only on waiting for other ranks.
+        work_s: seconds of this step in which backward hooks packed and summed.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class BucketPass(ABC):
         self.order: list[int] = []
         self.backward_passes = self.closed_passes = 0
         self.on_lost: Callable[[], None] | None = None
-        self.wait_s = 0.0
+        self.wait_s = self.work_s = 0.0
 
     @abstractmethod
     def open_pass(self) -> float:
@@ -233,7 +234,9 @@ class BucketPass(ABC):
         if has_work:
             drops = order.is_agreed and self._options.keeps_strides
             first = self.parameters[next(iter(order.came))] if drops else None
+            started_s = time.perf_counter()
             queue.advance(self._scale, first)
+            self.work_s += time.perf_counter() - started_s
 
     def _open(self) -> None:
         refuse_capture()

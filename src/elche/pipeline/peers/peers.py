@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import time
@@ -95,6 +96,8 @@ class StagePeers:
         self._closed = False
         self._subgroups: list[Group] = []
         self._devices: DeviceGroup | None = None
+        # gloo aborts the interpreter's exit if a group is left open.
+        atexit.register(self.close)
 
     @staticmethod
     def join(placement: Placement, timeout_s: float) -> StagePeers:
@@ -348,6 +351,7 @@ class StagePeers:
     def disconnect(self) -> None:
         """Closes the connections to other ranks, which may be gone."""
         self._closed = True
+        atexit.unregister(self.close)
         for group in self._subgroups:  # first, to release ranks that wait in them
             end_waits(group.point_to_point, group.rank, group.world_size)
         self.transport.close()

@@ -96,8 +96,6 @@ class StagePeers:
         self._closed = False
         self._subgroups: list[Group] = []
         self._devices: DeviceGroup | None = None
-        # gloo aborts the interpreter's exit if a group is left open.
-        atexit.register(self.close)
 
     @staticmethod
     def join(placement: Placement, timeout_s: float) -> StagePeers:
@@ -136,6 +134,8 @@ class StagePeers:
         waits, ranks = Waits(channel, placement.rank, name), range(len(members))
         group = _group(waits, placement, ranks, name, timeout_s)
         peers = StagePeers(placement, channel, group, name, members)
+        # gloo aborts the interpreter's exit if a group is left open.
+        atexit.register(peers.close)
         try:  # shared memory to ranks on this host, gloo to the others
             memory = open_message_memory(
                 *(placement.rank, placement.world_size),

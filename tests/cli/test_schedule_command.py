@@ -147,7 +147,7 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
         (("auto", *ARGUMENTS, "--memory", "nan"), "--memory above 0"),
         (("zb-h2", *ARGUMENTS, "--memory", "4"), "its memory limit of 4"),
         (("auto", *ARGUMENTS, "--times", "1,1"), "three numbers F,I,W"),
-        (("auto", *ARGUMENTS, "--times", "1,1,-1"), "weight_gradient of a stage"),
+        (("auto", *ARGUMENTS, "--times", "1,1,-1"), "a stage's weight_gradient"),
         (("auto", *ARGUMENTS, "--times", "0,0,0"), "that are not all 0"),
         (
             ("auto", *ARGUMENTS, "--comm", "-1"),

@@ -25,7 +25,6 @@ def choice(cluster: MeasuredCluster, policy: str, places: Sequence[int] = ()) ->
         anchor=2,
         excluded=tuple(left_out),
         prediction=predict(policy, cluster, kept or None),
-        alternatives=(),
         reason="as the test wants",
     )
 

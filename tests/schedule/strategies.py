@@ -17,14 +17,12 @@ QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
 @st.composite
 def stage_costs(draw: st.DrawFn) -> StageCost:
     inputs, weights = draw(QUARTERS), draw(QUARTERS)
-    activation = draw(st.integers(1, 4)) / 2
     return StageCost(
         forward=draw(QUARTERS),
         input_gradient=inputs,
         weight_gradient=weights,
         backward=draw(st.none() | st.just(0.75 * (inputs + weights))),
-        activation=activation,
-        kept_for_weight=draw(st.none() | st.just(activation / 2)),
+        activation=draw(st.integers(1, 4)) / 2,
     )
 
 

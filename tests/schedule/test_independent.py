@@ -86,14 +86,11 @@ def length(one: StageAction, costs: PipelineCosts) -> Fraction:
 
 
 def peak_of(row: tuple[StageAction, ...], costs: PipelineCosts) -> Fraction:
-    """Most that a rank holds: F takes, I gives back what W does not need."""
+    """Most that a rank holds: F takes, W or B gives back."""
     held, most = Fraction(0), Fraction(0)
     for one in row:
-        stage = costs.stages[one.stage]
-        whole = Fraction(stage.activation)
-        kept = stage.kept_for_weight
-        kept = whole if kept is None else Fraction(kept)
-        held += {F: whole, I: kept - whole, W: -kept, B: -whole}[one.kind]
+        whole = Fraction(costs.stages[one.stage].activation)
+        held += {F: whole, I: Fraction(0), W: -whole, B: -whole}[one.kind]
         most = max(most, held)
     assert held == 0
     return most

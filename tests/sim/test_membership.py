@@ -134,18 +134,6 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_others_go_on(policy: str) -
     assert sim.history.committed[0, 1] == frozenset(range(1000))
 
 
-def test_random_deaths_are_drawn_by_their_rate() -> None:
-    device = Device(seconds_per_sample=0.002, count=12)
-    run = SimulatedRun(samples=40_000, batch_size=8, seed=5)
-    fault = Fault(kills_per_hour=6000.0)
-    sim = Simulation(Cluster(run=run, devices=(device,), faults=(fault,)))
-    history = sim.run()
-    died = [sums for sums in history.ranks.values() if sums.has_died]
-    assert 3 <= len(died) <= 11
-    assert len(history.finished) == 12 - len(died)
-    assert report_of(sim).efficiency > 0.8
-
-
 @pytest.mark.parametrize("at_s", [3.8, 4.4])
 def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
     """That window's length was planned for the ranks of the group before."""

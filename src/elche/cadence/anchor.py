@@ -32,16 +32,6 @@ class Anchor:
         maximum: upper limit of the anchor; 0 if El Che is off.
     """
 
-    __slots__ = (
-        "_minimum",
-        "_raised_from",
-        "_room",
-        "_sync_ms",
-        "_target",
-        "_value",
-        "maximum",
-    )
-
     def __init__(
         self, first: int, minimum: int, maximum: int, overhead_target: float
     ) -> None:

@@ -41,7 +41,6 @@ class Choice:
         anchor: initial number of batches of the slowest rank in a window.
         excluded: ranks that cost more time than they save, ascending.
         prediction: prediction of this choice.
-        alternatives: predictions of the other policies, each on its best ranks.
         reason: a sentence with the choice and its reason.
     """
 
@@ -49,7 +48,6 @@ class Choice:
     anchor: int
     excluded: tuple[int, ...]
     prediction: Prediction
-    alternatives: tuple[Prediction, ...]
     reason: str
 
     @property
@@ -70,35 +68,6 @@ class Choice:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A policy on given ranks, from the fastest to the slowest."""
-
-    prediction: Prediction
-    ranks: tuple[int, ...]
-
-    @property
-    def goodput(self) -> float:
-        return self.prediction.goodput
-
-    @property
-    def goodput_at_worst(self) -> float:
-        """Goodput with windows at `SAMPLE_COST_SAFETY` times their sample cost."""
-        known = self.prediction.sample_efficiency
-        if self.policy == "sync":
-            return self.goodput
-        return self.goodput / (known + SAMPLE_COST_SAFETY * (1.0 - known))
-
-    @property
-    def policy(self) -> str:
-        return self.prediction.policy
-
-    def is_as(self, other: _Option) -> bool:
-        is_alone = len(self.ranks) == 1
-        is_same = is_alone or self.policy == other.policy
-        return is_same and set(self.ranks) == set(other.ranks)
-
-
 @final
 class Chooser:
     """Picks and keeps the policy and the ranks with the highest predicted goodput.
@@ -117,13 +86,11 @@ class Chooser:
         leaves_out: exclude ranks that cost more time than they save.
     """
 
-    __slots__ = ("_current", "_excludes", "_members", "_policies", "_rival", "_seen")
-
     def __init__(self, *, leaves_out: bool = True) -> None:
         self._excludes = leaves_out
         self._policies = tuple(UPDATES)
         self._members: tuple[int, ...] = ()
-        self._current: _Option | None = None
+        self._current: Prediction | None = None
         self._rival: tuple[str, frozenset[int]] | None = None
         self._seen = 0
 
@@ -171,16 +138,13 @@ class Chooser:
             reason += f"{before.goodput:.2f}"
         return Choice(
             policy=chosen.policy,
-            anchor=chosen.prediction.first_anchor,
+            anchor=chosen.first_anchor,
             excluded=excluded,
-            prediction=chosen.prediction,
-            alternatives=tuple(
-                o.prediction for o in options if o.policy != chosen.policy
-            ),
+            prediction=chosen,
             reason=reason,
         )
 
-    def _sized(self, fleet: Fleet, policy: str) -> _Option:
+    def _sized(self, fleet: Fleet, policy: str) -> Prediction:
         """Returns the policy on the most ranks within the margin of the best number."""
         sizes = _sizes(fleet) if self._excludes else [len(fleet.ranks)]
         best = 0.0
@@ -190,9 +154,9 @@ class Chooser:
             best = max(best, fleet.predict(policy, size).goodput)
         least = max(best / (1.0 + MARGIN), min(best, 1.0) * (1.0 - ROUNDING))
         size = next(s for s in sizes if fleet.predict(policy, s).goodput >= least)
-        return _Option(fleet.predict(policy, size), fleet.ranks[:size])
+        return fleet.predict(policy, size)
 
-    def _preferred(self, options: Sequence[_Option], doubt: float) -> _Option:
+    def _preferred(self, options: Sequence[Prediction], doubt: float) -> Prediction:
         """Returns the best option, or ``sync`` unless another is clearly better."""
         best = max(options, key=lambda option: option.goodput)
         for option in options:
@@ -200,9 +164,9 @@ class Chooser:
                 return option
         return best
 
-    def _beats(self, option: _Option, present: _Option) -> bool:
+    def _beats(self, option: Prediction, present: Prediction) -> bool:
         """True if the option should replace the present choice."""
-        if option.is_as(present):
+        if _is_same(option, present):
             return False
         gain = SWITCH_GAIN
         if present.goodput < 1.0:
@@ -213,23 +177,22 @@ class Chooser:
         return option.goodput >= (1.0 + gain) * present.goodput
 
     def _present(
-        self, cluster: MeasuredCluster, options: Sequence[_Option]
-    ) -> _Option | None:
+        self, cluster: MeasuredCluster, options: Sequence[Prediction]
+    ) -> Prediction | None:
         """Returns the current choice, predicted again; None if it cannot be kept."""
         current = self._current
         if current is None or current.policy not in self._policies:
             return None
         for option in options:
-            if option.is_as(current):
+            if _is_same(option, current):
                 return option
         fleet = Fleet(cluster, current.ranks, drops=self._excludes)
-        size = len(current.ranks)
-        return _Option(fleet.predict(current.policy, size), current.ranks)
+        return fleet.predict(current.policy, len(current.ranks))
 
     def _reason(
         self,
-        chosen: _Option,
-        options: Sequence[_Option],
+        chosen: Prediction,
+        options: Sequence[Prediction],
         fleet: Fleet,
         excluded: Sequence[int],
         doubt: float,
@@ -283,19 +246,28 @@ def _sizes(fleet: Fleet) -> list[int]:
     return sizes
 
 
-def _is_clear(option: _Option, other: _Option, doubt: float) -> bool:
+def _is_same(option: Prediction, other: Prediction) -> bool:
+    """True for the same ranks under the same policy; a rank alone has none."""
+    is_same = len(option.ranks) == 1 or option.policy == other.policy
+    return is_same and set(option.ranks) == set(other.ranks)
+
+
+def _is_clear(option: Prediction, other: Prediction, doubt: float) -> bool:
     """True if ``option`` is better by the margin, and than ``sync`` even at worst.
 
     Against a single device, the margin is at least the doubt of its measured times.
     """
-    if other.policy == "sync" and option.goodput_at_worst < other.goodput:
-        return False
+    if other.policy == "sync" and option.policy != "sync":
+        known = option.sample_efficiency
+        at_worst = option.goodput / (known + SAMPLE_COST_SAFETY * (1.0 - known))
+        if at_worst < other.goodput:
+            return False
     margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, doubt)
     return option.goodput >= (1.0 + margin) * other.goodput
 
 
 def _excluded(
-    cluster: MeasuredCluster, fleet: Fleet, chosen: _Option
+    cluster: MeasuredCluster, fleet: Fleet, chosen: Prediction
 ) -> tuple[int, ...]:
     """Returns the ranks that an option excludes, ascending."""
     places = set(fleet.ranks).difference(chosen.ranks)
@@ -306,17 +278,16 @@ def _so_many(ranks: Sequence[int]) -> str:
     return "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
 
 
-def _figures(option: _Option) -> str:
-    prediction = option.prediction
-    if prediction.world_size == 1:
+def _figures(option: Prediction) -> str:
+    if option.world_size == 1:
         pace = "nothing to synchronise"
-    elif prediction.policy == "sync":
-        pace = f"a step of {prediction.window_s:.3g} s"
+    elif option.policy == "sync":
+        pace = f"a step of {option.window_s:.3g} s"
     else:
-        batches = f"{prediction.anchor} batch{'es' * (prediction.anchor > 1)}"
-        pace = f"windows of {prediction.window_s:.3g} s, {batches} of the slowest rank"
+        batches = f"{option.anchor} batch{'es' * (option.anchor > 1)}"
+        pace = f"windows of {option.window_s:.3g} s, {batches} of the slowest rank"
     return (
-        f"predicted {prediction.goodput:.2f} times the fastest device alone (hardware "
-        f"efficiency {prediction.hardware_efficiency:.2f}, sample efficiency "
-        f"{prediction.sample_efficiency:.2f}, {pace})"
+        f"predicted {option.goodput:.2f} times the fastest device alone (hardware "
+        f"efficiency {option.hardware_efficiency:.2f}, sample efficiency "
+        f"{option.sample_efficiency:.2f}, {pace})"
     )

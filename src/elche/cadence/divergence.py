@@ -98,16 +98,6 @@ class DivergenceGuard:
     contribution that is not finite counts as the furthest of all, not as 0.
     """
 
-    __slots__ = (
-        "_batches",
-        "_hold_left",
-        "_last_level",
-        "_nudges",
-        "_suspect",
-        "_usual",
-        "_windows",
-    )
-
     def __init__(self) -> None:
         self._usual: list[_Window] = []
         self._windows = 0

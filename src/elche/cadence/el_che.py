@@ -122,16 +122,6 @@ class ElChe:
         batch_samples: samples of a batch in these windows; 1 if batches are the unit.
     """
 
-    __slots__ = (
-        "_anchor",
-        "_config",
-        "_costs",
-        "_counts",
-        "_ratios",
-        "_samples",
-        "_speeds",
-    )
-
     def __init__(
         self,
         config: ElCheConfig,

@@ -120,7 +120,7 @@ class Prediction:
 
     Attributes:
         policy: name of the policy.
-        world_size: number of ranks that take part.
+        ranks: places of the ranks that take part, fastest first.
         anchor: batches of the slowest of these ranks in a window.
         first_anchor: initial anchor; overlapped windows get longer once their cost has
             been measured.
@@ -134,7 +134,7 @@ class Prediction:
     """
 
     policy: str
-    world_size: int
+    ranks: tuple[int, ...]
     anchor: int
     window_s: float
     lag_batches: float
@@ -142,6 +142,11 @@ class Prediction:
     sample_efficiency: float
     goodput: float
     first_anchor: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that take part."""
+        return len(self.ranks)
 
 
 @final
@@ -161,20 +166,6 @@ class Fleet:
         ranks: the ranks, fastest first.
         batch_s: time (s) of a local step of each rank, in that order.
     """
-
-    __slots__ = (
-        "_alone",
-        "_batches",
-        "_cluster",
-        "_drops",
-        "_fastest",
-        "_idle_s",
-        "_predicted",
-        "_rates",
-        "_speeds",
-        "batch_s",
-        "ranks",
-    )
 
     def __init__(
         self,
@@ -308,7 +299,7 @@ class Fleet:
         )
         return Prediction(
             policy=policy,
-            world_size=size,
+            ranks=self.ranks[:size],
             anchor=anchor,
             window_s=window_s,
             lag_batches=lag,

@@ -40,8 +40,6 @@ class ShareSizes:
         used: sizes used before.
     """
 
-    __slots__ = ("_guesses", "_lost_steps", "_used")
-
     def __init__(self, used: Iterable[Iterable[int]]) -> None:
         self._used = [list(sizes) for sizes in used]
         self._guesses = [set[int]() for _ in self._used]

@@ -40,8 +40,6 @@ class HeldRatios:
         values: speed of each rank relative to the reference.
     """
 
-    __slots__ = ("_held", "reference", "values")
-
     def __init__(self, costs: Sequence[float]) -> None:
         self.reference = _slowest(costs)
         self.values = [costs[self.reference] / cost for cost in costs]

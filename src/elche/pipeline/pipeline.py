@@ -150,12 +150,12 @@ class Pipeline:
     @property
     def replica(self) -> int:
         """Index of the replica that this rank belongs to."""
-        return self._state.groups.index
+        return self._stepping.groups.index
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas of the pipeline that train the model together."""
-        return len(self._state.groups.ranks)
+        return len(self._stepping.groups.ranks)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

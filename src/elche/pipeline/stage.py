@@ -123,12 +123,12 @@ class Stage:
 
     def takes(self, keyword: str) -> bool:
         """True if a layer may accept a keyword."""
-        return any(one.takes_all or keyword in one.names for one in self._keywords)
+        return any(takes_all or keyword in own for own, takes_all in self._keywords)
 
     @property
     def keywords(self) -> frozenset[str]:
         """Names of the layers' forward arguments."""
-        return frozenset().union(*(one.names for one in self._keywords))
+        return frozenset().union(*(own for own, _ in self._keywords))
 
     def run(
         self,
@@ -149,8 +149,13 @@ class Stage:
             for number, layer in enumerate(self.layers):
                 if self._seed is not None:
                     self._reseed(number, microbatch, devices)
-                given = self._keywords[number].of(keywords)
-                if caches is not None and CACHE in self._keywords[number].names:
+                own, takes_all = self._keywords[number]
+                given = {
+                    name: one
+                    for name, one in keywords.items()
+                    if takes_all or name in own
+                }
+                if caches is not None and CACHE in own:
                     place = (self.index, number, microbatch)
                     given = {**given, CACHE: caches.setdefault(place, {})}
                 if self._unpacks and isinstance(value, tuple):
@@ -170,22 +175,12 @@ class Stage:
         random_state.seed(devices, drawn)
 
 
-@dataclass(frozen=True)
-class _Keywords:
-    names: frozenset[str]
-    takes_all: bool
-
-    def of(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        if not keywords or self.takes_all:
-            return keywords
-        return {name: one for name, one in keywords.items() if name in self.names}
-
-
-def _keywords(module: nn.Module) -> _Keywords:
+def _keywords(module: nn.Module) -> tuple[frozenset[str], bool]:
+    """Names of the arguments of forward, and whether it accepts any keyword."""
     try:
         found = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
-        return _Keywords(frozenset(), False)
+        return frozenset(), False
     named = {
         one.name
         for one in found
@@ -195,7 +190,7 @@ def _keywords(module: nn.Module) -> _Keywords:
         named.discard(CACHE)  # since 5.24 the name of its own class of caches
     # Containers forward all arguments; a compiled module hides its signature.
     takes_all = any(one.kind is one.VAR_KEYWORD for one in found)
-    return _Keywords(frozenset(named), takes_all)
+    return frozenset(named), takes_all
 
 
 def named_parameters(layers: Sequence[Layer]) -> dict[str, nn.Parameter]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elche.config_checks import check_not_negative
+from elche.config_checks import check_fields, check_not_negative
 from elche.errors import ConfigError
 
 
@@ -24,10 +24,8 @@ class StageCost:
         input_gradient: time of I.
         weight_gradient: time of W.
         backward: time of B, the whole backward at once; None means I + W.
-        activation: units of memory held from F to B or W.
-        kept_for_weight: the part of `activation` that W needs; I frees the rest. None
-            means all of it: nothing is freed before W. (In the ZB paper a transformer
-            layer keeps 32h of 34h + 5as.)
+        activation: units of memory held from F to B or W. I frees nothing. (In the ZB
+            paper W of a transformer layer needs 32h of 34h + 5as.)
     """
 
     forward: float
@@ -35,18 +33,9 @@ class StageCost:
     weight_gradient: float
     backward: float | None = None
     activation: float = 1.0
-    kept_for_weight: float | None = None
 
     def __post_init__(self) -> None:
-        for field in self.__dataclass_fields__:
-            value = getattr(self, field)
-            if value is not None:
-                check_not_negative(f"{field} of a stage", value)
-        if self.kept > self.activation:
-            raise ConfigError(
-                f"kept_for_weight is a part of activation ({self.activation}), "
-                f"got {self.kept}"
-            )
+        check_fields(self, not_negative=self.__dataclass_fields__, group="a stage's ")
 
     @property
     def full_backward(self) -> float:
@@ -54,11 +43,6 @@ class StageCost:
         if self.backward is None:
             return self.input_gradient + self.weight_gradient
         return self.backward
-
-    @property
-    def kept(self) -> float:
-        """Units of memory held from I to W."""
-        return self.activation if self.kept_for_weight is None else self.kept_for_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

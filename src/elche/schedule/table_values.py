@@ -72,14 +72,6 @@ def whole(table: Mapping[str, Any], key: str, where: str, default: int = 1) -> i
     return value
 
 
-def number(table: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    """Reads a number; raises ConfigError for other values."""
-    value = table.get(key, default)
-    if not is_number(value):
-        raise ConfigError(f"{where}: expected a number for {key}, got {value!r}")
-    return float(value)
-
-
 def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]:
     """Reads the times of F, I and W; raises ConfigError for other values."""
     parts = tuple(raw) if isinstance(raw, list | tuple) else ()

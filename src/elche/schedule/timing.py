@@ -89,7 +89,7 @@ class CostTable:
             ]
             self.releases += [
                 *(-one.activation, one.activation),
-                *(one.activation - one.kept, one.kept),
+                *(0.0, one.activation),
                 *(0.0, 0.0, 0.0, 0.0),
             ]
 
@@ -227,15 +227,13 @@ def _lost(work: float, time: float) -> float:
 
 
 def _deadlock(rows: Rows, positions: Sequence[int], count: int) -> str:
-    lines = []
-    for rank, (row, position) in enumerate(zip(rows, positions, strict=True)):
-        if position == len(row):
-            continue
-        waiting = decode_one(row[position], count)
-        step = 1 if waiting.kind.value != "F" else -1
-        needs = f"{'F' if step < 0 else 'I or B'} of stage {waiting.stage + step}"
-        lines.append(
-            f"\n  rank {rank} stops at its action {position}, {waiting}: it needs the "
-            f"{needs} on microbatch {waiting.microbatch}"
-        )
-    return "the schedule deadlocks; each of these waits for another:" + "".join(lines)
+    stuck = [
+        f"\n  rank {rank} stops at its action {position}, "
+        f"{decode_one(row[position], count)}"
+        for rank, (row, position) in enumerate(zip(rows, positions, strict=True))
+        if position < len(row)
+    ]
+    return (
+        "the schedule deadlocks; each of these waits for another (F for the F of the "
+        f"stage before, I and B for that of the stage after):{''.join(stuck)}"
+    )

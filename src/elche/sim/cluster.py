@@ -103,16 +103,6 @@ class Device:
                 f"{curve[-1][1]} s after {curve[-2][1]} s"
             )
 
-    @property
-    def drifts(self) -> tuple[Drift, ...]:
-        """All changes of speed, by time."""
-        return tuple(sorted(self.drift, key=lambda one: one.at_s))
-
-    @property
-    def horizon_batches(self) -> int:
-        """Number of batches that the loader draws ahead, as sent in `Join`."""
-        return self.prefetch + 1
-
     def compute_s(self, samples: int) -> float:
         """Returns the compute time (s) of a batch, before drifts, jitter and spikes.
 
@@ -202,12 +192,11 @@ class Fault:
     """Change of the membership; exactly one kind.
 
     Attributes:
-        at_s: time of the fault; 0 for random faults.
+        at_s: time of the fault.
         kill_rank: rank whose process dies.
         fail_rank: rank whose loop raises, and reports that.
         hang_rank: rank that hangs, with its connection open.
         join: device of a rank that joins, or the index of its ``[[device]]`` table.
-        kills_per_hour: mean number of ranks that die at random per hour.
     """
 
     at_s: float = 0.0
@@ -215,11 +204,10 @@ class Fault:
     fail_rank: int | None = None
     hang_rank: int | None = None
     join: int | Device | None = None
-    kills_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, not_negative=("at_s", "kills_per_hour"))
-        kinds = ("kill_rank", "fail_rank", "hang_rank", "join", "kills_per_hour")
+        check_fields(self, not_negative=("at_s",))
+        kinds = ("kill_rank", "fail_rank", "hang_rank", "join")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
@@ -228,7 +216,7 @@ class Fault:
 
     @property
     def rank(self) -> int | None:
-        """Rank that the fault is for; None for a random or new rank."""
+        """Rank that the fault is for; None for a new rank."""
         ranks = self.kill_rank, self.fail_rank, self.hang_rank
         return next((rank for rank in ranks if rank is not None), None)
 

@@ -115,7 +115,8 @@ class Engine:
         self._last_arrival_s: dict[tuple[str, int], float] = {}
         self.link = cluster.link_at(0.0)
         for change in cluster.link_changes:
-            self.at(change.at_s, self._change_link)
+            link = cluster.link_at(change.at_s)
+            self.at(change.at_s, setattr, self, "link", link)
 
     def at(self, when_s: float, act: Callable[..., None], *args: Any) -> None:
         """Schedules a call at a point of simulated time."""
@@ -296,9 +297,6 @@ class Engine:
         """True if a received instruction ends the wait."""
         words = (Abort,) if process.rank in wait.done_s else (Abort, Regroup)
         return any(isinstance(item, words) for item in process.inbox)
-
-    def _change_link(self) -> None:
-        self.link = self.cluster.link_at(self.now_s)
 
 
 def _shown(wait: Wait | None, rank: int) -> str:

@@ -29,35 +29,40 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class RankHistory:
-    """Sums over one rank's process.
+    """Sums over one rank's process; times in seconds.
 
     Attributes:
+        rank: rank number.
         device: name of its kind of device.
         began_s: start time of its process.
         ended_s: time at which it ended or died, None while it runs.
+        alive_s: time from its start to its death, or to the run's end; set by the
+            report.
         has_died: whether it was killed.
         samples: number of this rank's samples that it trained.
         batches: number of trained batches.
-        compute_s: compute time of the batches (s).
-        load_s: loading time of the batches (s), overlapped or not.
-        waits_s: waiting time (s) by cause.
-        copies_s: time (s) of copying parameters for overlapped reductions.
+        busy_s: compute time of the batches.
+        load_s: loading time of the batches, overlapped or not.
+        waits: waiting time by cause.
+        copies_s: time of copying parameters for overlapped reductions.
         adoptions: number of averages adopted while a later window ran.
         lag_batches: sum of that window's batches before each adoption.
         most_lag_batches: the largest of these.
-        lag_s: sum of the times (s) from a window's end to its average's adoption.
+        lag_s: sum of the times from a window's end to its average's adoption.
         most_lag_s: the longest of these.
     """
 
+    rank: int = 0
     device: str = ""
     began_s: float = 0.0
     ended_s: float | None = None
+    alive_s: float = 0.0
     has_died: bool = False
     samples: int = 0
     batches: int = 0
-    compute_s: float = 0.0
+    busy_s: float = 0.0
     load_s: float = 0.0
-    waits_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     copies_s: float = 0.0
     adoptions: int = 0
     lag_batches: int = 0
@@ -129,7 +134,7 @@ class History:
         """Records a rank's wait."""
         if until_s <= since_s:
             return
-        self.ranks[rank].waits_s[cause] += until_s - since_s
+        self.ranks[rank].waits[cause] += until_s - since_s
         if self.has_details:
             category = {DATA: DATA_WAIT, REDUCTION: SYNC}.get(cause, SYNC_WAIT)
             span = Span(rank, f"wait: {cause}", category, since_s, until_s - since_s)

@@ -70,7 +70,7 @@ def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join
         "settings": settings.as_pairs(),
         "tensors": (("weight", f"[{int(run.model_bytes / 4)}]", "float32"),),
         "device": device.name or "simulated",
-        "horizon_batches": device.horizon_batches,
+        "horizon_batches": device.prefetch + 1,
     }
     return Join(**(values | changes))
 
@@ -183,7 +183,7 @@ class Rank:
         self._is_cold = True
         self._random = random.Random(f"{sim.cluster.run.seed}/{rank}")
         self._sigma = math.sqrt(math.log1p(device.jitter**2))
-        self._drifts = list(device.drifts)
+        self._drifts = sorted(device.drift, key=lambda one: one.at_s)
         self._factor = 1.0
 
     @property
@@ -279,7 +279,7 @@ class Rank:
             yield compute_s - FORWARD_PART * compute_s
         else:
             yield compute_s
-        self.sums.compute_s += compute_s
+        self.sums.busy_s += compute_s
         self.sums.load_s += item.load_s
         self.history.batch(self.rank, name, ready_s, self.now_s)
         self.trained(item.parts)

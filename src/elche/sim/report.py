@@ -14,7 +14,6 @@ from typing import Any
 from elche.cadence.convergence import sample_efficiency
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.local_batches import local_cut
-from elche.sim.cluster import Device
 from elche.sim.history import CAUSES, Phase, RankHistory
 from elche.sim.simulation import Simulation
 
@@ -60,31 +59,6 @@ class ChoiceReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRank:
-    """Results of one rank; times in seconds.
-
-    Attributes:
-        rank: rank number.
-        device: name of its kind of device.
-        batches: number of batches trained.
-        samples: number of samples trained.
-        busy_s: compute time.
-        alive_s: time from its start to its end or death, or the run's end.
-        waits: waiting time by cause.
-        has_died: whether it was killed.
-    """
-
-    rank: int
-    device: str
-    batches: int
-    samples: int
-    busy_s: float
-    alive_s: float
-    waits: dict[str, float]
-    has_died: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Results of a simulated run.
 
@@ -115,10 +89,7 @@ class Report:
         coordinator_us_per_event: mean measured time (µs) of an event in its core; None
             if not measured.
         coordinator_most_us: longest such time; None if not measured.
-        events: number of events that the coordinator handled.
-        instructions: number of instructions that it sent.
         most_instructions: most instructions for one event.
-        by_kind: number of events of each kind, and mean time (µs) of one.
         ranks: results of each rank.
     """
 
@@ -141,11 +112,8 @@ class Report:
     messages_per_s: float
     coordinator_us_per_event: float | None
     coordinator_most_us: float | None
-    events: int
-    instructions: int
     most_instructions: int
-    by_kind: dict[str, tuple[int, float]]
-    ranks: tuple[SimulatedRank, ...]
+    ranks: tuple[RankHistory, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
@@ -159,18 +127,22 @@ def report_of(sim: Simulation) -> Report:
     end_s = sim.end_s
     seconds = max(end_s - began_s, 1e-12)
     samples = history.samples
-    ranks = sorted(history.ranks.items())
-    alive_s = {rank: _alive_s(sums, end_s) for rank, sums in ranks}
-    all_s = sum(alive_s.values()) or 1.0
+    ranks = [history.ranks[rank] for rank in sorted(history.ranks)]
+    for sums in ranks:
+        died_s = sums.ended_s if sums.has_died else None
+        sums.alive_s = max(0.0, (end_s if died_s is None else died_s) - sums.began_s)
+    all_s = sum(sums.alive_s for sums in ranks) or 1.0
     waits = {
-        cause: sum(sums.waits_s[cause] for _, sums in ranks) / all_s for cause in CAUSES
+        cause: sum(sums.waits[cause] for sums in ranks) / all_s for cause in CAUSES
     }
-    copies = sum(sums.copies_s for _, sums in ranks) / all_s
+    copies = sum(sums.copies_s for sums in ranks) / all_s
     capacity = sum(
-        _solo_speed(sim, rank, sums) * alive_s[rank]
-        for rank, sums in ranks
-        if not sim.is_rejected(rank)
+        _solo_speed(sim, sums) * sums.alive_s
+        for sums in ranks
+        if not sim.is_rejected(sums.rank)
     )
+    whole = sim.cluster.run.sizes[0][0]
+    fastest = max(whole / one.mean_batch_s(whole) for one in sim.cluster.devices)
     timed = sim.watch.timer is not None and load.events > 0
     phases = _phases(sim)
     effective = sum(one.samples * one.sample_efficiency for one in phases)
@@ -182,7 +154,7 @@ def report_of(sim: Simulation) -> Report:
         samples_per_s=samples / seconds,
         efficiency=samples / capacity if capacity else 0.0,
         sample_efficiency=effective / samples if samples else 0.0,
-        goodput=effective / seconds / _fastest_alone(sim),
+        goodput=effective / seconds / fastest,
         phases=phases,
         choices=tuple(
             ChoiceReport(at_s=at_s, policy=choice.policy, reason=choice.reason)
@@ -191,33 +163,15 @@ def report_of(sim: Simulation) -> Report:
         waits=waits,
         sync_overhead=waits["window end"] + waits["reduction"] + copies,
         windows=history.windows,
-        **_lags([sums for _, sums in ranks]),
+        **_lags(ranks),
         recovery_s=_recoveries(sim),
         messages_per_s=(load.events + load.instructions) / seconds,
         coordinator_us_per_event=(
             load.busy_s / load.events * US_PER_S if timed else None
         ),
         coordinator_most_us=load.longest_s * US_PER_S if timed else None,
-        events=load.events,
-        instructions=load.instructions,
         most_instructions=load.most_instructions,
-        by_kind={
-            kind: (int(count), spent_s / count * US_PER_S)
-            for kind, (count, spent_s) in sorted(load.by_kind.items())
-        },
-        ranks=tuple(
-            SimulatedRank(
-                rank=rank,
-                device=sums.device,
-                batches=sums.batches,
-                samples=sums.samples,
-                busy_s=sums.compute_s,
-                alive_s=alive_s[rank],
-                waits=dict(sums.waits_s),
-                has_died=sums.has_died,
-            )
-            for rank, sums in ranks
-        ),
+        ranks=tuple(ranks),
     )
 
 
@@ -236,22 +190,16 @@ def _lags(every: Sequence[RankHistory]) -> dict[str, Any]:
     }
 
 
-def _alive_s(sums: RankHistory, end_s: float) -> float:
-    """Returns the time from a rank's start to its death, or to the run's end."""
-    until_s = sums.ended_s if sums.has_died and sums.ended_s is not None else end_s
-    return max(0.0, until_s - sums.began_s)
-
-
-def _solo_speed(sim: Simulation, rank: int, sums: RankHistory) -> float:
+def _solo_speed(sim: Simulation, sums: RankHistory) -> float:
     """Returns the samples per second of a rank's device alone, on its own batches."""
-    device: Device = sim.devices[rank]
+    device = sim.devices[sums.rank]
     if not sums.samples:
         samples = sim.cluster.run.sizes[0][0]
         return samples / device.mean_batch_s(samples)
     if device.prefetch:
-        solo_s = max(sums.compute_s, sums.load_s)
+        solo_s = max(sums.busy_s, sums.load_s)
     else:
-        solo_s = sums.compute_s + sums.load_s
+        solo_s = sums.busy_s + sums.load_s
     return sums.samples / solo_s
 
 
@@ -266,12 +214,6 @@ def _recoveries(sim: Simulation) -> tuple[float | None, ...]:
         else:
             found.append(None)
     return tuple(found)
-
-
-def _fastest_alone(sim: Simulation) -> float:
-    """Returns the fastest device's samples per second on whole batches, undrifted."""
-    samples = sim.cluster.run.sizes[0][0]
-    return max(samples / device.mean_batch_s(samples) for device in sim.cluster.devices)
 
 
 def _phases(sim: Simulation) -> tuple[PhaseReport, ...]:

@@ -6,7 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -29,7 +29,6 @@ from elche.sim.sync_worker import SimulatedSyncEpoch
 from elche.sim.window_worker import SimulatedWindowEpoch
 
 TICK_S = 0.5
-S_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,6 @@ class CoordinatorLoad:
         most_instructions: most instructions for one event.
         busy_s: measured time (s) in the core, 0.0 without a timer.
         longest_s: longest time (s) of one event.
-        by_kind: number of events and their time (s), by kind.
     """
 
     events: int = 0
@@ -70,18 +68,14 @@ class CoordinatorLoad:
     most_instructions: int = 0
     busy_s: float = 0.0
     longest_s: float = 0.0
-    by_kind: dict[str, list[float]] = field(default_factory=dict)
 
-    def count(self, kind: str, spent_s: float, instructions: int) -> None:
+    def count(self, spent_s: float, instructions: int) -> None:
         """Adds one event."""
         self.events += 1
         self.instructions += instructions
         self.most_instructions = max(self.most_instructions, instructions)
         self.busy_s += spent_s
         self.longest_s = max(self.longest_s, spent_s)
-        sums = self.by_kind.setdefault(kind, [0, 0.0])
-        sums[0] += 1
-        sums[1] += spent_s
 
 
 class Simulation(World):
@@ -104,7 +98,7 @@ class Simulation(World):
         if self.watch.books is not None:
             self.books = [*map(self.watch.books, range(cluster.run.runs))]
         for fault in cluster.faults:
-            self._plan_fault(fault)
+            self.engine.at(fault.at_s, self._happen, fault)
         for rank, device in enumerate(cluster.ranks):
             spread_s = cluster.run.start_spread_s
             self._start(rank, device, self._random.uniform(0.0, spread_s))
@@ -176,8 +170,9 @@ class Simulation(World):
         )
 
     def _start(self, rank: int, device: Device, after_s: float) -> None:
-        now_s = self.engine.now_s
-        self.history.ranks[rank] = RankHistory(device=device.name, began_s=now_s)
+        self.history.ranks[rank] = RankHistory(
+            rank=rank, device=device.name, began_s=self.engine.now_s
+        )
         self.devices[rank] = device
         is_new = rank >= self.cluster.world_size
         script = Rank(self, rank, device, self._epoch_of, is_new=is_new).live()
@@ -188,7 +183,7 @@ class Simulation(World):
         now_s, timer = self.engine.now_s, self.watch.timer or float  # 0.0
         began_s = timer()
         replies = self.core.handle(event, now_s)
-        self.load.count(type(event).__name__, timer() - began_s, len(replies))
+        self.load.count(timer() - began_s, len(replies))
         self._note(replies)
         for instruction in replies:
             engine = self.engine
@@ -228,23 +223,6 @@ class Simulation(World):
             self.receive(Tick())
             self.engine.at(self.engine.now_s + TICK_S, self._tick)
 
-    def _plan_fault(self, fault: Fault) -> None:
-        if fault.kills_per_hour is None:
-            self.engine.at(fault.at_s, self._happen, fault)
-        elif fault.kills_per_hour > 0:
-            self._draw_kill(fault)
-
-    def _draw_kill(self, fault: Fault) -> None:
-        rate = (fault.kills_per_hour or 0.0) / S_PER_HOUR
-        at_s = self.engine.now_s - math.log(1.0 - self._random.random()) / rate
-        self.engine.at(at_s, self._kill_at_random, fault)
-
-    def _kill_at_random(self, fault: Fault) -> None:
-        alive = self.alive
-        if len(alive) > 1:
-            self._kill(self._random.choice(alive), error="")
-            self._draw_kill(fault)
-
     def _happen(self, fault: Fault) -> None:
         if fault.join is not None:
             device = fault.join
@@ -255,25 +233,19 @@ class Simulation(World):
                 self.history.changed(rank, self.engine.now_s, [*self.alive, rank])
                 self._start(rank, device, 0.0)
             return
-        if fault.rank is None:
-            return
-        rank = fault.rank
-        process = self.engine.processes.get(rank)
+        assert fault.rank is not None, "checked when the fault was made"
+        process = self.engine.processes.get(fault.rank)
         if process is None or not process.is_alive:
             return
         if fault.hang_rank is not None:
             process.is_hung = True
-            self.history.ranks[rank].has_died = True
+            self.history.ranks[fault.rank].has_died = True
             return
-        self._kill(rank, "ValueError: x" if fault.fail_rank is not None else "")
-
-    def _kill(self, rank: int, error: str) -> None:
-        """Kills a process, with or without a report; its connection ends."""
-        if error:
-            self.send(Failed(rank=rank, error=error, traceback="T"))
-        self.engine.kill(rank)
+        if fault.fail_rank is not None:
+            self.send(Failed(rank=fault.rank, error="ValueError: x", traceback="T"))
+        self.engine.kill(fault.rank)
         self._compare_models()
-        sums = self.history.ranks[rank]
+        sums = self.history.ranks[fault.rank]
         sums.ended_s, sums.has_died = self.engine.now_s, True
-        self.history.changed(rank, self.engine.now_s, self.alive)
-        self.engine.travel("up", rank, self.receive, RankLost(rank=rank))
+        self.history.changed(fault.rank, self.engine.now_s, self.alive)
+        self.engine.travel("up", fault.rank, self.receive, RankLost(rank=fault.rank))

@@ -29,7 +29,7 @@ from tests.pipeline.cases.pipeline_call_cases import (
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 MESSAGES = {
-    "unknown keyword": "no layer of ranks 0 and 1 takes the keyword 'scale' that step",
+    "unknown keyword": "no layer of ranks 0, 1 takes the keyword 'scale' that step",
     "unknown keyword of evaluate": "takes the keyword 'scael' that evaluate was given",
     "keyword of one rank": "no layer of rank 1 takes the keyword 'a'",
     "no gradients": r"step runs under torch.no_grad\(\) .* on rank \d",
@@ -77,7 +77,7 @@ def test_keywords_go_wherever_layers_take_them(ranks2: RankPool) -> None:
     for found in ranks2.run(keywords_where_taken, case_setup=serve_in_thread):
         assert found[0] == found[3] == ""
         assert "'scale' on rank 0, but not on rank 1, whose layers take it" in found[1]
-        assert "no layer of ranks 0 and 1 takes the keyword 'other'" in found[2]
+        assert "no layer of ranks 0, 1 takes the keyword 'other'" in found[2]
 
 
 def test_states_of_other_models_are_refused(ranks2: RankPool) -> None:

@@ -5,10 +5,9 @@ sequence length s: 24 h^2 operations in the matmuls with parameters (forward; as
 for the input gradients and for the weight gradients) and 4 s h in attention (8 s h
 backward, all of it in I). Activations as Korthikanti et al. (Reducing Activation
 Recomputation in Large Transformer Models, 2022) count them: 34 h bytes per token in 16
-bits, and 5 a s for the attention scores of a heads where they are kept; W needs 32 h of
-them (Qi et al., Zero Bubble Pipeline Parallelism, 2024). Operations outside matmuls are
-not counted, nor a device's gap to its peak rate: specify the rate that its matmuls
-reach.
+bits, and 5 a s for the attention scores of a heads where they are kept. Operations
+outside matmuls are not counted, nor a device's gap to its peak rate: specify the rate
+that its matmuls reach.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def gpt_layers(size: GptSize) -> tuple[LayerProfile, ...]:
         name="block",
         times=_times(tokens, matmuls + attention, matmuls + 2 * attention, matmuls),
         activation_bytes=scale * (34 * hidden + scores),
-        kept_for_weight_bytes=scale * 32 * hidden,
         output_bytes=message,
         parameter_bytes=_STATE_BYTES * (12 * hidden**2 + 13 * hidden),
     )

@@ -53,11 +53,9 @@ def layer_times(draw: st.DrawFn) -> LayerTimes:
 
 @st.composite
 def layer_profiles(draw: st.DrawFn, kinds: tuple[str, ...]) -> LayerProfile:
-    activation = draw(st.integers(0, 5))
     return LayerProfile(
         times={kind: draw(layer_times()) for kind in kinds},
-        activation_bytes=activation,
-        kept_for_weight_bytes=draw(st.none() | st.integers(0, activation)),
+        activation_bytes=draw(st.integers(0, 5)),
         output_bytes=draw(st.integers(0, 4)),
         parameter_bytes=draw(st.integers(0, 3)),
     )
@@ -288,8 +286,9 @@ def test_orders_of_many_devices_are_sampled() -> None:
     speeds = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
     table = ProfileTable(equal_layers(24, speeds), 8)
     orders = device_orders(table, held=1)
-    assert ALL_ORDERS < len(set(orders)) == len(orders) < math.factorial(6)
-    assert all(sorted(order) == list(range(6)) for order in orders)
+    fast_first = tuple(range(6))
+    assert math.factorial(6) > ALL_ORDERS
+    assert sorted(orders) == [fast_first, fast_first[::-1]]
     bounds = []
     for order in orders:
         found = best_partition(table, order, (1,) * 6)

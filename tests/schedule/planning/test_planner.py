@@ -293,7 +293,6 @@ def test_a_gpt_by_its_size() -> None:
         tokens * 8 * 32 * 64
     )
     assert block.activation_bytes == tokens * (34 * 64 + 5 * 4 * 32)
-    assert block.kept_for_weight_bytes == tokens * 32 * 64
     assert block.output_bytes == tokens * 64 * 2
     assert embedding.times_on(ANY_KIND).forward_s == 0
     assert head.times_on(ANY_KIND).forward_s == tokens * 2 * 64 * 100

@@ -66,7 +66,7 @@ class PipelineContents:
             "random": passes.random(),
             "begun": passes.begun,
         }
-        if pipe.groups.index:  # replica 0 saves the same state
+        if pipe.stepping.groups.index:  # replica 0 saves the same state
             own["optimizers"] = []
             return Captured.of(own, {}, {})
         shared = {}
@@ -91,7 +91,7 @@ class PipelineContents:
         }
         missing = [
             name
-            for name, one in self.pipe.parts.named_parameters().items()
+            for name, one in self.pipe.stepping.parts.named_parameters().items()
             if one.requires_grad and id(one) not in held
         ]
         if missing:

@@ -25,8 +25,6 @@ from elche.pipeline.checkpoints.named_states import (
     named_state,
     only_optimizer,
 )
-from elche.pipeline.replicas.replica_groups import ReplicaGroups
-from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.stepping import Stepping
 from elche.pipeline.trees import flatten, unflatten
 from elche.runtime.report.notifications import RunNotifications
@@ -59,17 +57,6 @@ class PipelineState:
         self.notifications.emit = lambda line: print(line, file=sys.stderr, flush=True)
         _open.append(weakref.ref(self))
 
-    # A lost replica changes these.
-    @property
-    def groups(self) -> ReplicaGroups:
-        """Ranks of each replica."""
-        return self.stepping.groups
-
-    @property
-    def parts(self) -> Parts:
-        """This rank's stages and plan."""
-        return self.stepping.parts
-
     @property
     def rank(self) -> int:
         """This rank."""
@@ -78,7 +65,7 @@ class PipelineState:
     @property
     def world_size(self) -> int:
         """Number of ranks of the run."""
-        return sum(map(len, self.groups.ranks))
+        return sum(map(len, self.stepping.groups.ranks))
 
     @staticmethod
     def only_open() -> PipelineState | None:
@@ -113,10 +100,10 @@ class PipelineState:
         In the same order on all ranks, so that the first name identifies a shared
         parameter.
         """
-        layers = self.parts.given.layers
-        tied = {use: uses for uses in self.parts.given.ties for use in uses}
+        layers = self.stepping.parts.given.layers
+        tied = {use: uses for uses in self.stepping.parts.given.ties for use in uses}
         found: dict[int, tuple[str, ...]] = {}
-        for index, layer in self.parts.built.items():
+        for index, layer in self.stepping.parts.built.items():
             for own, one in layer.module.named_parameters():
                 uses = tied.get((index, own), [(index, own)])
                 names = [layers.name_of(*use) for use in uses]
@@ -131,10 +118,10 @@ class PipelineState:
 
     def local_model(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank under all the model's names."""
-        names = self.parts.given.layers.state_names
+        names = self.stepping.parts.given.layers.state_names
         return {
             known: value
-            for layer in self.parts.layers
+            for layer in self.stepping.parts.layers
             for name, value in layer.module.state_dict().items()
             if isinstance(value, torch.Tensor)
             for known in names.get(layer.prefixed(name), (layer.prefixed(name),))
@@ -147,14 +134,14 @@ class PipelineState:
         found: dict[str, torch.Tensor] = {}
         for part in self._gather(self.local_model(), rank):
             found.update(part)
-        order_of = self.parts.order_of
+        order_of = self.stepping.parts.order_of
         return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
 
     def load_model(self, state: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's part; see `Pipeline.load_state_dict`."""
         if not isinstance(state, Mapping):
             raise ConfigError(f"expected a state_dict, got {type(state).__name__}")
-        mine, is_known = self.local_model(), self.parts.is_elsewhere
+        mine, is_known = self.local_model(), self.stepping.parts.is_elsewhere
         names: dict[int, list[str]] = {}
         for name, value in mine.items():
             names.setdefault(id(value), []).append(name)
@@ -194,7 +181,7 @@ class PipelineState:
         with torch.no_grad():
             for name, *_ in given:
                 mine[name].copy_(state[last.get(name, [name])[0]])
-        if trouble := self.parts.given.meta.trouble():
+        if trouble := self.stepping.parts.given.meta.trouble():
             raise ConfigError(trouble)
 
     def optimizer(
@@ -234,7 +221,7 @@ class PipelineState:
         found: list[dict[str, Any]] = []
         with self.communicator.ending_on_failure():
             for to in range(self.world_size) if rank is None else (rank,):
-                part = whole if to in self.groups.members else nothing
+                part = whole if to in self.stepping.groups.members else nothing
                 parts = peers.gather(part, to, self.timeout_s)
                 found += [unflatten(one.structure, one.tensors) for one in parts]
         return [one for one in found if one]

@@ -13,7 +13,7 @@ from elche.pipeline.cutting.arguments import REMEDY
 from elche.pipeline.cutting.between import base_of, changes, place, texts, where
 from elche.pipeline.cutting.caching import CACHE_MARK, PAST, after_past, takes_cache
 from elche.pipeline.cutting.loss_search import find_own_loss
-from elche.pipeline.cutting.tracing import Code, ModelTrace, trace_calls
+from elche.pipeline.cutting.tracing import Code, trace_calls
 from elche.pipeline.cutting.whole_calls import call_whole
 from elche.pipeline.cutting.whole_modules import (
     CutChoice,
@@ -37,7 +37,8 @@ class Segment(nn.Module):
 
     Args:
         model: the model.
-        trace: the model's trace.
+        held: the model's own parameters and buffers, by a name in the codes.
+        device: device of the trace.
         codes: the part's code in training (True) and in evaluation; one if they are
             equal.
     """
@@ -46,12 +47,16 @@ class Segment(nn.Module):
     own_loss: Any = None
 
     def __init__(
-        self, model: nn.Module, trace: ModelTrace, codes: dict[bool, Code]
+        self,
+        model: nn.Module,
+        held: Mapping[str, torch.Tensor],
+        device: torch.device,
+        codes: dict[bool, Code],
     ) -> None:
         super().__init__()
         self.training = model.training  # it stands for the model's own code
-        self.body = _body(model, trace.stand_ins.held, codes)
-        self._codes, self._device = codes, trace.stand_ins.device
+        self.body = _body(model, held, codes)
+        self._codes, self._device = codes, device
         self._mode = next(iter(codes))
 
     def forward(self, *values: Any) -> Any:
@@ -135,13 +140,13 @@ def cut_model(
         raise ConfigError("no layer takes cache=")
     choice = at_blocks(model) if points is None else at_points(model, points)
     whole = {id(model.get_submodule(name)): name for name in choice.whole}
-    trace = trace_calls(model, whole, sample, omitted, has_cache)
+    by_mode, given, stand_ins = trace_calls(model, whole, sample, omitted, has_cache)
     made: list[Segment] = []
-    for codes in _layers(model, choice, trace):
+    for codes in _layers(model, choice, by_mode, has_cache):
         kind = CachedSegment if has_cache else Segment if made else FirstSegment
-        made.append(kind(model, trace, codes))
-    made[0].arguments = given = trace.arguments
-    if code := trace.codes.get(True):
+        made.append(kind(model, stand_ins.held, stand_ins.device, codes))
+    made[0].arguments = given
+    if code := by_mode.get(True):
         made[0].own_loss = find_own_loss(code.graph, code.output, given)
     if points is not None and len(made) <= len(points):
         raise ConfigError(
@@ -149,7 +154,7 @@ def cut_model(
             "expected names of submodules that forward calls, with others before or "
             "between them"
         )
-    for name, one in trace.stand_ins.changed().items():
+    for name, one in stand_ins.changed().items():
         holders = sum(any(one is each for each in layer.buffers()) for layer in made)
         if holders > 1:
             raise ConfigError(
@@ -157,7 +162,7 @@ def cut_model(
                 "its module runs more than once; cut so that it runs in one layer "
                 "(split_points=), or give each call a module of its own"
             )
-    called = {name for one in trace.codes.values() for name in _called(one.graph.nodes)}
+    called = {name for one in by_mode.values() for name in _called(one.graph.nodes)}
     for name in choice.whole:
         if name not in called:  # unused by forward, but part of the model's state
             made[-1].body.add_submodule(name, model.get_submodule(name))
@@ -165,17 +170,17 @@ def cut_model(
 
 
 def _layers(
-    model: nn.Module, choice: CutChoice, trace: ModelTrace
+    model: nn.Module, choice: CutChoice, by_mode: dict[bool, Code], is_cached: bool
 ) -> list[dict[bool, Code]]:
     """Cuts the traces into the codes of each layer; one, if its modes' are equal."""
     made: list[list[dict[bool, Code]]] = []
     called: list[list[list[str]]] = []
-    for mode, one in trace.codes.items():
+    for mode, one in by_mode.items():
         parts = _parts(one.graph, choice, model)
         ends = _live(one.graph, parts)
         outputs = [None] * (len(parts) - 1) + [one.output]
         graphs = [
-            _graph(nodes, ends[i], ends[i + 1], trace.is_cached)
+            _graph(nodes, ends[i], ends[i + 1], is_cached)
             for i, nodes in enumerate(parts)
         ]
         made.append([{mode: Code(*each)} for each in zip(graphs, outputs, strict=True)])

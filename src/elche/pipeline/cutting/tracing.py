@@ -42,35 +42,21 @@ class Code:
     output: Any = None
 
 
-@final
-@dataclass(frozen=True)
-class ModelTrace:
-    """Traces of a model.
-
-    Attributes:
-        codes: code in training (True) and in evaluation.
-        arguments: arguments of the traced forward.
-        stand_ins: the model's tensors in the trace.
-        is_cached: whether modules receive a cache, as `CACHE_MARK`.
-    """
-
-    codes: dict[bool, Code]
-    arguments: Arguments
-    stand_ins: StandIns
-    is_cached: bool
-
-
 def trace_calls(
     model: nn.Module,
     whole: Mapping[int, str],
     sample: Any,
     omitted: Collection[str] | None = None,
     has_cache: bool = False,
-) -> ModelTrace:
+) -> tuple[dict[bool, Code], Arguments, StandIns]:
     """Traces a model in training and in evaluation, or again in evaluation alone.
 
     The model is not modified. `whole` has the name of each uncut submodule, by id; the
     others are those of `elche.pipeline.cutting.segments.cut_model`.
+
+    Returns:
+        The code in training (True) and in evaluation, the arguments of the traced
+        forward, and the model's tensors in the trace.
     """
     device = _device_of(model, may_differ=omitted is not None)
     read = cached_arguments if has_cache else Arguments.read
@@ -106,7 +92,7 @@ def trace_calls(
             f"samples, as many as sample= has; compute the number from the input's "
             "shape, or cut by hand with split=lambda model: [...]"
         )
-    return ModelTrace(codes, arguments, stand_ins, has_cache)
+    return codes, arguments, stand_ins
 
 
 def _device_of(model: nn.Module, may_differ: bool) -> torch.device:

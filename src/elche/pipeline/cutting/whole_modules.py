@@ -93,7 +93,8 @@ def at_blocks(model: nn.Module) -> CutChoice:
         return name in chains or (has_chain and not is_inside)
 
     whole = tuple(_whole(model, opens))
-    members = frozenset(n for n in whole if isinstance(_parent(model, n), _CHAINS))
+    parents = {n: model.get_submodule(n.rpartition(".")[0]) for n in whole}
+    members = frozenset(n for n in whole if isinstance(parents[n], _CHAINS))
     if members:
         return CutChoice(whole, members, members, merges=True)
     members = frozenset(n for n in whole if has_parameters(model.get_submodule(n)))
@@ -114,7 +115,3 @@ def _whole(
             yield from _whole(child, opens, f"{name}.")
         else:
             yield name
-
-
-def _parent(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -50,8 +48,6 @@ class PipelineCommunicator:
         self._ended = ""
         self._calls, self._is_repeated, self._last = 0, False, list[Any]()
         self.rebuild: Callable[[Sequence[int]], None] | None = None
-        if peers is not None:
-            _leave_at_exit(peers)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Sends a value to all ranks, and returns all ranks' values in rank order."""
@@ -106,7 +102,6 @@ class PipelineCommunicator:
             last = self._last
             self.peers, kept = self.peers.rejoin(self._timeout_s)
             self.rank = self.peers.rank
-            _leave_at_exit(self.peers)
             what = "the calls that have ended"
             reports = self.peers.exchange([self._calls, last], self._timeout_s, what)
             assert self.rebuild is not None, "set before a call is repeated"
@@ -280,15 +275,3 @@ def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None
                 f"ranks disagree about {name}: rank {first} has {mine}, rank {rank} "
                 f"has {theirs}; run the same script with the same settings everywhere"
             )
-
-
-def _leave_at_exit(peers: StagePeers) -> None:
-    """Closes at exit: gloo aborts the interpreter's exit if a group is left open."""
-    held = weakref.ref(peers)
-
-    def leave() -> None:
-        found = held()
-        if found is not None:
-            found.close()
-
-    atexit.register(leave)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import time
@@ -133,6 +134,8 @@ class StagePeers:
         waits, ranks = Waits(channel, placement.rank, name), range(len(members))
         group = _group(waits, placement, ranks, name, timeout_s)
         peers = StagePeers(placement, channel, group, name, members)
+        # gloo aborts the interpreter's exit if a group is left open.
+        atexit.register(peers.close)
         try:  # shared memory to ranks on this host, gloo to the others
             memory = open_message_memory(
                 *(placement.rank, placement.world_size),
@@ -348,6 +351,7 @@ class StagePeers:
     def disconnect(self) -> None:
         """Closes the connections to other ranks, which may be gone."""
         self._closed = True
+        atexit.unregister(self.close)
         for group in self._subgroups:  # first, to release ranks that wait in them
             end_waits(group.point_to_point, group.rank, group.world_size)
         self.transport.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from elche.comm.control.control_channel import ControlChannel
@@ -17,6 +17,7 @@ from elche.errors import (
     ElcheError,
     RankLostError,
     RemoteRankError,
+    named_ranks,
 )
 
 BEYOND_S = 60.0
@@ -144,8 +145,8 @@ class Waits:
                     started_s, reported = time.monotonic(), late
                     continue
                 raise DeadlineError(
-                    f"rank {self._rank} waited {timeout_s:.1f} s for {_names(ranks)}: "
-                    f"{what}; {_explained(late, seen)}"
+                    f"rank {self._rank} waited {timeout_s:.1f} s for "
+                    f"{named_ranks(ranks)}: {what}; {_explained([*late], seen)}"
                 )
             if waited_s > named_after_s and not is_named:
                 is_named = True
@@ -164,9 +165,9 @@ class Waits:
         except RuntimeError as error:
             self.await_reason()
             raise CommunicationError(
-                f"rank {self._rank} lost {_names(ranks)} while waiting for {what}: "
-                f"{error}; it has ended, or closed its pipeline before this rank did: "
-                "look at its own output"
+                f"rank {self._rank} lost {named_ranks(ranks)} while waiting for "
+                f"{what}: {error}; it has ended, or closed its pipeline before this "
+                "rank did: look at its own output"
             ) from error
 
     def _name_late(self, ranks: Sequence[int], what: str, timeout_s: float) -> None:
@@ -222,13 +223,9 @@ class Waits:
         return f"{self._name}/waits/{rank}"
 
 
-def _explained(late: Collection[int], seen: Sequence[int]) -> str:
+def _explained(late: Sequence[int], seen: Sequence[int]) -> str:
     """Text that names the late ranks, or the ranks that wait for each other."""
     if not late:
-        return f"{_names(seen)} wait for each other"
+        return f"{named_ranks(seen)} wait for each other"
     verb = "is late, and waits" if len(late) == 1 else "are late, and wait"
-    return f"{_names(late)} {verb} for no other rank"
-
-
-def _names(ranks: Collection[int]) -> str:
-    return " and ".join(f"rank {one}" for one in ranks)
+    return f"{named_ranks(late)} {verb} for no other rank"

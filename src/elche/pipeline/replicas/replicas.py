@@ -103,7 +103,10 @@ class Replicas:
         may_share = groups.are_several or parts.given.ties
         if peers is None or not may_share:
             return Replicas(groups, [count] * len(groups.ranks), None)
-        names = _canonical_names(parts)
+        layers = parts.given.layers  # a shared parameter has its first use's name
+        names = {
+            use: layers.name_of(*uses[0]) for uses in parts.given.ties for use in uses
+        }
         held, by_rank = _agree_on_layers(groups, parts, communicator, names)
         learning, frozen, kept = (
             [unit for unit in plan_units(held, role) if len(unit.ranks) > 1]
@@ -200,12 +203,6 @@ def _agree_on_layers(
     with communicator.closing_on_failure():
         check_equal(held, groups)
     return held, [count for count, _ in reports]
-
-
-def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
-    """Name of the first use of shared parameters, by layer and own name."""
-    layers, ties = parts.given.layers, parts.given.ties
-    return {use: layers.name_of(*uses[0]) for uses in ties for use in uses}
 
 
 def _describe(

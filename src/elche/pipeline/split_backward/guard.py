@@ -80,7 +80,8 @@ class ContributionGuard:
         # The hook also runs if autograd had no gradient to accumulate.
         came = Counter(id(one) for one in self._came)
         twice = [key for key, count in came.items() if count > 1]
-        if twice and not _runs_backward_inside(roots):
+        if twice and not any("CheckpointFunction" in n.name() for n in _nodes(roots)):
+            # no reentrant checkpointing, which runs a backward inside of this one
             self._complain(twice, microbatch, "got more than one contribution")
         owed = _leaves(deferred) & self._parameters.keys()
         missing = {
@@ -177,11 +178,6 @@ def _owing(roots: Sequence[Any], came: Iterable[int]) -> set[int]:
 def _variables(nodes: Iterable[Any]) -> set[int]:
     """Ids of the parameters whose gradients the nodes accumulate."""
     return {id(node.variable) for node in nodes if hasattr(node, "variable")}
-
-
-def _runs_backward_inside(roots: Sequence[Any]) -> bool:
-    """True if the graph contains reentrant checkpointing."""
-    return any("CheckpointFunction" in node.name() for node in _nodes(roots))
 
 
 def _nodes(roots: Sequence[Any]) -> set[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elche.errors import ConfigError
+from elche.errors import ConfigError, named_ranks
 from elche.pipeline.cutting.own_loss import OwnLoss
 from elche.pipeline.peers.communicator import common
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
@@ -229,7 +229,7 @@ def check_reports(
             have = [rank for rank in members if name in reports[rank].keywords]
             if not any(reports[rank].keywords[name] for rank in have):
                 raise ConfigError(
-                    f"no layer of {_ranks(have)} takes the keyword {name!r} that "
+                    f"no layer of {named_ranks(have)} takes the keyword {name!r} that "
                     f"{what} was given there; check its name, and give it "
                     "on every rank whose layers take it"
                 )
@@ -237,16 +237,11 @@ def check_reports(
             if lack:  # in one process all layers that name a keyword would receive it
                 raise ConfigError(
                     f"{what} was given the keyword {name!r} on "
-                    f"{_ranks(have)}, but not on {_ranks(lack)}, whose layers take it, "
-                    "too; give it on all of them"
+                    f"{named_ranks(have)}, but not on {named_ranks(lack)}, whose "
+                    "layers take it, too; give it on all of them"
                 )
     omitted = [list(one.omitted) for one in reports if one.samples is not None]
     return common(omitted or [[]], "choice of the arguments that a batch omits")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = " and ".join(map(str, ranks))
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
 def warn_of_other_batch(
@@ -265,7 +260,7 @@ def warn_of_other_batch(
                 "another batch was given to %s than to rank 0, and each replica takes "
                 "its part of its own (split_batches=True): samples may count twice or "
                 "never; seed the sampler alike on all ranks (generator=)",
-                _ranks(other),
+                named_ranks(other),
             )
         return
     placement = parts.plan.schedule.placement

@@ -70,8 +70,8 @@ class ProfileTable:
         times: seconds of F, I, W and B per device and microbatch, as prefix sums over
             the layers.
         state: bytes of parameters, gradients and optimizer state, as prefix sums.
-        activation, kept: bytes of one microbatch, as prefix sums; in whole bytes, so
-            that sums are exact.
+        activation: bytes of one microbatch, as prefix sums; in whole bytes, so that
+            sums are exact.
         memory: whole bytes of each device.
         has_whole_backward: whether any layer has its own time for B.
     """
@@ -96,7 +96,6 @@ class ProfileTable:
         factor = profile.state_factor
         self.state = _sums(math.ceil(factor * one.parameter_bytes) for one in layers)
         self.activation = _sums(math.ceil(one.activation_bytes) for one in layers)
-        self.kept = _sums(math.ceil(one.kept_bytes) for one in layers)
 
     def work(self, device: int, begin: int, end: int) -> float:
         """Seconds of a stage per step: F, and the cheaper of B and I + W."""
@@ -122,7 +121,7 @@ class ProfileTable:
         )
 
     def held_bytes(self, sums: list[float], partition: Partition) -> list[float]:
-        """Bytes that each rank's layers hold, of `state`, `activation` or `kept`."""
+        """Bytes that each rank's layers hold, of `state` or `activation`."""
         bounds, held = partition.boundaries, [0.0] * len(partition.ranks)
         for stage, rank in enumerate(partition.placement):
             held[rank] += sums[bounds[stage + 1]] - sums[bounds[stage]]
@@ -286,8 +285,8 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
     stages, links = [], []
     for stage, device in enumerate(devices):
         begin, end = bounds[stage], bounds[stage + 1]
-        sums = (*table.times[device], table.activation, table.kept)
-        forward, inputs, weights, whole, activation, kept = (
+        sums = (*table.times[device], table.activation)
+        forward, inputs, weights, whole, activation = (
             max(0.0, one[end] - one[begin]) for one in sums
         )
         # A stage receives and sends once in F, and once in its backward.
@@ -303,7 +302,6 @@ def costs_of(table: ProfileTable, partition: Partition) -> PipelineCosts:
                 weight_gradient=weights,
                 backward=messages_s + whole if table.has_whole_backward else None,
                 activation=activation,
-                kept_for_weight=kept,
             )
         )
         if stage:

@@ -25,7 +25,6 @@ from elche.schedule.planning.partition import (
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 
 ALL_PARTITIONS = 3_000  # most partitions that are tried exhaustively
-_LEAST_ACTIONS = 500  # minimum cost of one `auto` call, in timed actions
 _LIST_COST = 4  # cost of a list schedule, in timings of the same size
 _TOLERANCE = 1e-9
 NEVER = (math.inf, math.inf)
@@ -149,29 +148,6 @@ def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
         return None if evaluator.actions >= limit else (0.0, evaluator.step_s(moved))
 
     return descend(evaluator.table, start, (0.0, evaluator.step_s(start)), measure)
-
-
-def polish(
-    table: ProfileTable,
-    start: Partition,
-    step_s: Callable[[Partition], float],
-    actions: int,
-) -> Partition:
-    """Descends by an expensive measure, skipping partitions by their lower bounds.
-
-    The budget is about `actions`, over all measured schedules.
-    """
-
-    def measure(moved: Partition, least: Measure) -> Measure | None:
-        nonlocal actions
-        if not fits(table, moved) or least_s(table, moved) >= least[1]:
-            return NEVER
-        if actions <= 0:
-            return None
-        actions -= max(3 * len(moved.sizes) * table.count, _LEAST_ACTIONS)
-        return 0.0, step_s(moved)
-
-    return descend(table, start, (0.0, step_s(start)), measure)
 
 
 def best_named(

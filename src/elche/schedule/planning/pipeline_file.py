@@ -22,7 +22,6 @@ from elche.schedule.planning.profile import (
 )
 from elche.schedule.table_values import (
     check_keys,
-    number,
     read_table,
     tables,
     three_times,
@@ -39,7 +38,6 @@ The file; times and bytes are those of one microbatch:
   times_s = [0.01, 0.01, 0.01]    # F, I, W; or { gpu = [...], cpu = [...] }
   backward_s = 0.019              # whole backward at once; default I + W
   activation_bytes = 40e6         # held from F to W
-  kept_for_weight_bytes = 36e6    # the part that only W frees; default all
   output_bytes = 4e6              # the message to the next device
   parameter_bytes = 50e6
   [[device]]
@@ -64,11 +62,6 @@ def read_pipeline_file(raw: Mapping[str, Any]) -> tuple[PipelineProfile, int | N
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
     """
-    if "gpt" in raw:
-        raise ConfigError(
-            "[gpt] and flops_per_s were removed: write [[layer]] tables with times_s, "
-            "and the speed of each [[device]]"
-        )
     known = {"microbatches", "state_factor", "layer", "device", "link"}
     check_keys(raw, known | {"link_between"}, "the file")
     devices = _devices(raw)
@@ -77,7 +70,7 @@ def read_pipeline_file(raw: Mapping[str, Any]) -> tuple[PipelineProfile, int | N
         devices=devices,
         link=read_table(LinkProfile, "[link]", raw.get("link", {})),
         links=_links(raw, [device.name for device in devices]),
-        state_factor=number(raw, "state_factor", "the file", ADAM_STATE_FACTOR),
+        state_factor=raw.get("state_factor", ADAM_STATE_FACTOR),
     )
     count = whole(raw, "microbatches", "the file") if "microbatches" in raw else None
     return profile, count

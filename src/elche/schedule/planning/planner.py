@@ -5,9 +5,8 @@
    or many microbatches.
 2. All are timed; the best are refined by moving layers while the simulated step gets
    shorter, and by dropping devices.
-3. Every published schedule and `auto` run on the best of them; for `auto`, layers move
-   once more. The shortest step that fits the memory is the plan; the others are listed
-   as its alternatives.
+3. Every published schedule and `auto` run on the best of them. The shortest step that
+   fits the memory is the plan; the others are listed as its alternatives.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from elche.schedule.planning.partition_search import (
     Evaluator,
     best_named,
     fits,
-    polish,
     refine,
 )
 from elche.schedule.planning.plan import (
@@ -60,7 +58,6 @@ TRIED_ACTIONS = 40_000  # ...and their total budget of actions
 NAMED_ACTIONS = 60_000  # budget of timed actions per published schedule
 AUTO_PLACEMENTS = 4
 AUTO_PARTITIONS = 2  # in each placement
-POLISHED_ACTIONS = 12_000  # budget for `auto` schedules around the best partition
 _TOLERANCE = 1e-9
 
 
@@ -141,7 +138,9 @@ class _PlanSearch:
     def alternative(self, name: str) -> Alternative:
         """A schedule on its best partition."""
         if name == "auto":
-            return Alternative(name=name, candidate=self._auto())
+            made = [self._candidate(name, each) for each in self._for_auto()]
+            shortest = min(made, key=lambda each: each.step_s)
+            return Alternative(name=name, candidate=shortest)
         placements = self._placements(name)
         starts = self._affordable(self._suiting(placements), TRIES)
         given = name, starts, placements, NAMED_ACTIONS
@@ -159,18 +158,6 @@ class _PlanSearch:
             candidate=candidate,
             reason=f"device {device.name} lacks {max(lacks):,.0f} bytes",
         )
-
-    def _auto(self) -> Candidate:
-        """The best `auto` schedule, with layers moved while that shortens the step."""
-        made = {each: self._candidate("auto", each) for each in self._for_auto()}
-
-        def step_s(partition: Partition) -> float:
-            if partition not in made:
-                made[partition] = self._candidate("auto", partition)
-            return made[partition].step_s
-
-        best = polish(self.table, min(made, key=step_s), step_s, POLISHED_ACTIONS)
-        return made[best]
 
     def equal_split(self) -> Candidate | None:
         """1F1B with equally many layers per device, in the order of the profile."""

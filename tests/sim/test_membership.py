@@ -146,19 +146,6 @@ def test_random_deaths_are_drawn_by_their_rate() -> None:
     assert report_of(sim).efficiency > 0.8
 
 
-@pytest.mark.parametrize("at_s", [3.8, 4.4])
-def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
-    """That window's length was planned for the ranks of the group before."""
-    cluster = cluster_of(
-        "async",
-        Fault(at_s=at_s, join=0),
-        options={"windows": {"anchor": 5, "local_batch_size": 8}},
-    )
-    slow = replace(cluster, link=Link(latency_s=0.02, bytes_per_s=2e7, efficiency=1.0))
-    sim = simulate(slow)
-    assert not sim.history.aborts
-
-
 WAITS, IS_HANDED, HAS = "rank 0 is gone", ALL_DEAD, ""
 
 

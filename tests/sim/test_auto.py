@@ -13,9 +13,8 @@ from elche.cli.sim_command import load_cluster
 from elche.coordination.auto.auto_chooser import ALONE_ANCHOR
 from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.protocol.events import EpochOpened, Event
-from elche.coordination.protocol.instructions import BeginEpoch, Instruction, OpenWindow
+from elche.coordination.protocol.instructions import BeginEpoch
 from elche.sim.cluster import (
-    Break,
     Cluster,
     Device,
     Fault,
@@ -35,7 +34,6 @@ from tests.sim.checks import (
 )
 from tests.sim.comparison import compare
 from tests.sim.strategies import clusters, deaths
-from tests.sim.test_cuts import Cut, CutSimulation
 from tests.sim.watched import Death
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
@@ -223,28 +221,6 @@ def test_sync_comes_back_when_the_link_does() -> None:
     assert after.samples / after.seconds > 1.85 * BATCH_SAMPLES / FAST_BATCH_S
 
 
-def test_progress_counts_each_part_of_an_epoch_once() -> None:
-    """Parts are reported together, and windows begin at the samples that are done."""
-    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=64_000, epochs=2)
-    rate = cluster.link.bytes_per_s / 30
-    slower = replace(cluster, link_changes=(LinkChange(at_s=30.0, bytes_per_s=rate),))
-    sim = CutSimulation(slower, [Cut(0, at, False) for at in (5.0, 10.0, 15.0, 20.0)])
-    opened: list[tuple[int, int]] = []
-    take = sim.take
-
-    def listen(rank: int) -> Instruction | None:
-        told = take(rank)
-        if rank == 0 and isinstance(told, OpenWindow) and not opened:
-            done = sum(end.samples for end in sim.ends[0])
-            opened.append((told.committed_samples, done))
-        return told
-
-    sim.take = listen  # type: ignore[method-assign]
-    sim.run()
-    ((committed, done),) = opened
-    assert committed == done > 0
-
-
 def begun(cluster: Cluster, rates: str) -> tuple[Simulation, list[BeginEpoch]]:
     """A run in which ranks say so of their optimizers; how its epochs began."""
     sim = Simulation(cluster, Watch(details=True))
@@ -293,18 +269,6 @@ def test_a_rank_that_joins_is_chosen_for(sync_batches: float, dies: bool) -> Non
     samples = {rank: sums.samples for rank, sums in history.ranks.items()}
     # From the next epoch on at the latest it trains as fast as the first one.
     assert samples[2] > 0.6 * (samples[0] - 20.0 * BATCH_SAMPLES / FAST_BATCH_S)
-
-
-def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
-    """Once: it counted whole, and schedulers of later windows ran ahead."""
-    cluster = cluster_of(1.0, 0.5, sync_batches=2.4, samples=3_200, epochs=2)
-    breaks = tuple(Break(rank=rank, epoch=0, batches=2) for rank in range(2))
-    sim = simulate(replace(cluster, breaks=breaks))
-    assert not sim.history.aborts
-    first = told(sim, OpenWindow, rank=0)[0]
-    assert sim.history.phases[1].policy == "async"
-    # Two steps of the first epoch, and the last one measured, of the second.
-    assert (first.epoch, first.committed_samples) == (1, 3 * BATCH_SAMPLES)
 
 
 @pytest.mark.parametrize("name", ["one_too_slow", "fixed_time"])

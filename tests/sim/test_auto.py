@@ -253,24 +253,6 @@ def test_ranks_whose_learning_rates_differ_do_not_go_back_to_steps() -> None:
     assert all(one.state_from is None for one in begins)
 
 
-@pytest.mark.parametrize("dies", [False, True])
-@pytest.mark.parametrize("sync_batches", [0.02, 8.0])
-def test_a_rank_that_joins_is_chosen_for(sync_batches: float, dies: bool) -> None:
-    """Once it was not: what ran went on to the end, also where one rank was left."""
-    cluster = cluster_of(1.0, 0.5, sync_batches=sync_batches, epochs=4)
-    device = cluster.devices[0]
-    faults = (Fault(at_s=10.0, kill_rank=1),) * dies
-    faults += (Fault(at_s=20.0, join=device),)
-    sim = simulate(replace(cluster, faults=faults))
-    history, report = sim.history, report_of(sim)
-    assert not history.aborts
-    assert history.finished == {0, 2} | ({1} - {1 * dies})
-    assert policies(report)[-1] == ("sync" if sync_batches < 1.0 else "async")
-    samples = {rank: sums.samples for rank, sums in history.ranks.items()}
-    # From the next epoch on at the latest it trains as fast as the first one.
-    assert samples[2] > 0.6 * (samples[0] - 20.0 * BATCH_SAMPLES / FAST_BATCH_S)
-
-
 @pytest.mark.parametrize("name", ["one_too_slow", "fixed_time"])
 def test_it_comes_near_the_best_fixed_policy(name: str) -> None:
     check_worth(name, samples=96_000)

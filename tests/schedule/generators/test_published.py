@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
 from elche.schedule.generators.schedules import make_schedule, placement_for
 from elche.schedule.timing import Timing, simulate
@@ -89,14 +86,3 @@ def test_memory_and_bubbles_of_the_v_schedules(ranks: int) -> None:
         timing = timed(name, ranks, count, times)
         assert max(timing.peak_activations) <= share
         assert timing.bubble_makespan <= share_of_bubble * bubble
-
-
-def test_partial_release_after_the_input_gradient() -> None:
-    """Rank 0 of 1F1B-like ZB-H1 holds p microbatches, later ranks mostly W's part."""
-    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(4), 4)
-    lighter = replace(
-        costs, stages=tuple(replace(one, kept_for_weight=0.5) for one in costs.stages)
-    )
-    schedule = make_schedule("zb-h1", costs, 12)
-    assert simulate(schedule, costs).peak_activations == (4.0, 4.0, 4.0, 4.0)
-    assert simulate(schedule, lighter).peak_activations == (4.0, 3.5, 3.0, 2.5)

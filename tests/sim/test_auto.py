@@ -27,10 +27,9 @@ from elche.sim.simulation import Simulation, Watch
 from tests.sim.checks import (
     batches_of,
     check_outlived,
-    positions,
+    check_trained,
     simulate,
     told,
-    trained_positions,
 )
 from tests.sim.comparison import compare
 from tests.sim.strategies import clusters, deaths
@@ -72,22 +71,9 @@ def cluster_of(*speeds: float, sync_batches: float, **changes: Any) -> Cluster:
     )
 
 
-def check(sim: Simulation) -> None:
-    """A run without failures and breaks: all of it, once, by all."""
-    history, run = sim.history, sim.cluster.run
-    assert not history.aborts, next(iter(history.aborts.values())).reason
-    everybody = set(range(sim.cluster.world_size))
-    assert history.finished == everybody
-    for number in range(run.runs):
-        for epoch in range(run.epochs):
-            assert history.ended[number, epoch] == everybody
-            trained = trained_positions(history, number, epoch)
-            assert trained == positions(run.sizes)
-
-
 def run(cluster: Cluster) -> Report:
     sim = simulate(cluster)
-    check(sim)
+    check_trained(sim)
     return report_of(sim)
 
 
@@ -100,7 +86,7 @@ def policies(report: Report) -> list[str]:
 @settings(max_examples=60)
 def test_auto_trains_on_every_position_once(cluster: Cluster) -> None:
     sim = simulate(cluster)
-    check(sim)
+    check_trained(sim)
     first = min(sim.history.phases, key=lambda phase: phase.began_s)
     assert first.policy == "sync"
 
@@ -181,7 +167,7 @@ def test_a_link_that_becomes_much_slower_leaves_the_fastest_alone() -> None:
     cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=160_000)
     slower = LinkChange(at_s=30.0, bytes_per_s=cluster.link.bytes_per_s / 30)
     sim = simulate(replace(cluster, link_changes=(slower,)))
-    check(sim)
+    check_trained(sim)
     report = report_of(sim)
     assert policies(report) == ["sync", "async"]
     before = sum(each.start_s < 30.0 for each in batches_of(sim) if each.rank == 0)
@@ -210,7 +196,7 @@ def test_sync_comes_back_when_the_link_does() -> None:
     """The others' reductions show it; the next epoch begins in steps of all."""
     cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=32_000, epochs=12)
     sim = simulate(changed_link(cluster, 30.0, 200.0))
-    check(sim)
+    check_trained(sim)
     report = report_of(sim)
     assert policies(report) == ["sync", "async", "sync"]
     seen_s, said = sim.history.choices[-1]
@@ -255,14 +241,8 @@ def test_ranks_whose_learning_rates_differ_do_not_go_back_to_steps() -> None:
 
 @pytest.mark.parametrize("name", ["one_too_slow", "fixed_time"])
 def test_it_comes_near_the_best_fixed_policy(name: str) -> None:
-    check_worth(name, samples=96_000)
-
-
-def check_worth(name: str, samples: int | None) -> None:
     """Within 3 % of the best, all start-up included, and above the fastest alone."""
     cluster = load_cluster(EXAMPLES / f"{name}.toml")
-    if samples is not None:
-        cluster = replace(cluster, run=replace(cluster.run, samples=samples))
-    found = compare(cluster)
+    found = compare(replace(cluster, run=replace(cluster.run, samples=96_000)))
     assert found.ratio >= NEAR_BEST, found
     assert found.auto.goodput >= 1.0, found

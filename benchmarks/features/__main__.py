@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.features.everything import FEATURES
+from benchmarks.features.rank import MARK
 from benchmarks.features.verdict import Verdict, compare
 
 ROOT = Path(__file__).parents[2]
@@ -72,13 +74,22 @@ def run_policy(
         print(f"{policy}: {left[0]} and {len(left) - 1} more", file=sys.stderr)
         command = ("-m", "elche", "run", *ranks, "--policy", policy)
         errors = launch(command, left, folder)
+        said = _said(errors)
         for name in left:
             found = results(name, folder, 2)
             if not found:
                 verdicts[name] = Verdict(refused=_refusal(name, folder, errors))
                 break
-            verdicts[name] = compare(found, plain[name])
+            verdicts[name] = replace(
+                compare(found, plain[name]), said=tuple(said.get(name, ()))
+            )
     return verdicts
+
+
+def _said(errors: str) -> dict[str, list[str]]:
+    """Lines of stderr by feature."""
+    parts = [part.splitlines() for part in errors.split(MARK)[1:]]
+    return {part[0]: part[1:] for part in parts}
 
 
 def _refusal(name: str, folder: Path, errors: str) -> str:

@@ -17,6 +17,7 @@ from benchmarks.features.everything import FEATURES
 from benchmarks.features.feature import PlainTorch
 
 HANGS_AFTER_S = 300.0
+MARK = "feature: "
 
 
 def train(name: str, folder: Path) -> None:
@@ -25,6 +26,8 @@ def train(name: str, folder: Path) -> None:
     elche: object = PlainTorch
     if rank is not None:
         import elche
+    if rank == "0":
+        print(f"{MARK}{name}", file=sys.stderr, flush=True)
     torch.manual_seed(0)
     random.seed(0)
     faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)

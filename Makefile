@@ -31,7 +31,7 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	cadence/test_shares_come_back.py \
 	schedule/generators/test_auto.py schedule/planning schedule/test_independent.py \
 	$(addprefix sim/test_,auto.py efficiency.py membership.py non_finite.py \
-	properties.py runs.py slow_link.py) sim/golden)
+	properties.py slow_link.py) sim/golden)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-full test-tenth test-integrations test-ray test-ray-full \

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,20 +45,10 @@ class BenchSpec(ContenderSpec):
 
 
 class BenchContender(Contender):
-    """One rank of a contender of a benchmark.
-
-    Args:
-        spec: what to train.
-        clock: seconds of this rank's clock.
-    """
+    """One rank of a contender of a benchmark."""
 
     spec: BenchSpec
-
-    def __init__(
-        self, spec: BenchSpec, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(spec, clock)
-        self._sent_bytes = 0
+    _sent_bytes = 0
 
     def _build_workload(self) -> Workload:
         spec = self.spec

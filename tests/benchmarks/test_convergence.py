@@ -22,7 +22,7 @@ from benchmarks.convergence.replicas import (
     WEIGHT_DECAY,
     Column,
 )
-from benchmarks.convergence.report import describe, line, samples_for, table
+from benchmarks.convergence.report import line, samples_for, table
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
 from benchmarks.convergence.tasks import Task
@@ -165,24 +165,6 @@ def test_virtual_ranks_train_as_ranks_of_torch_do(settings: dict[str, Any]) -> N
 SAME = {"fleet": "4", "cut": 4}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"codec": "int4"},
-        {"codec": "int8", **NESTEROV},
-        {"cut": 2},
-        {"anchor": 2},
-        {"lag": 2},
-    ],
-)
-def test_variants_change_what_they_should(change: dict[str, Any]) -> None:
-    columns = [Column(0, LR)]
-    plain = train(Points(), Method(**SAME), columns, BATCHES)
-    other = train(Points(), Method(**{**SAME, **change}), columns, BATCHES)
-    assert math.isfinite(other[0])
-    assert other != pytest.approx(plain, rel=1e-5)
-
-
 def test_muon_steps_matrices_as_torchs_does() -> None:
     """Torch iterates in bfloat16, so directions agree and not digits."""
     shapes = [(5,), (12, 4), (4, 4), (4,), (4, 4), (3,), (2,)]
@@ -308,22 +290,3 @@ def test_a_line_compares_seed_by_seed(tmp_path: Path) -> None:
     assert found.low < 0.5 < found.high
     assert "| 3 | 2.6000 | +0.6000 ± " in table([found])
     assert line(Setting("points", 1, Method()), results, alone, curve) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, "one device"),
-        ({"cut": 2, "optimizer": "muon"}, "one device, batch / 2, Muon"),
-        (
-            {"fleet": "4", "anchor": 5, "optimizer": "sgd"},
-            "4 ranks, anchor 5, blocking, plain averaging, SGD",
-        ),
-        (
-            {"fleet": "2", "lag": -1, **NESTEROV, "codec": "int4"},
-            "2 ranks, anchor 1, a window late, Nesterov (0.8, 0.6), int4",
-        ),
-    ],
-)
-def test_methods_are_named_in_words(settings: dict[str, Any], words: str) -> None:
-    assert describe(Method(**settings)) == words

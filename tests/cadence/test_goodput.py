@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -294,12 +293,3 @@ def test_predictions_stay_within_what_the_devices_deliver(
     assert found.goodput <= fleet.bound(ranks) * (1.0 + 1e-9)
     assert 1 <= found.anchor <= measured.max_anchor
     assert predict(policy, measured, [fleet.ranks[0]]).goodput == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_ten_thousand_ranks_are_predicted(policy: str) -> None:
-    speeds = [1.0 + 0.001 * (rank % 997) for rank in range(10_000)]
-    found = predict(policy, cluster(*speeds, sync_s=0.5, sync_batch_size=320_000))
-    assert found.world_size == 10_000
-    assert math.isfinite(found.goodput)
-    assert 0.0 < found.hardware_efficiency < 1.0

@@ -69,13 +69,3 @@ def test_a_balancer_predicts_small_batches_with_the_knee() -> None:
     assert balancer.step_s(4, []) == pytest.approx(32 * COST_S, rel=0.1)
     assert balancer.step_s(128, []) == pytest.approx(64 * COST_S, rel=0.1)
     assert balancer.step_s(128, [1]) == pytest.approx(128 * COST_S, rel=0.1)
-
-
-def best_s(total: int, curves: list[Curve]) -> float:
-    """The shortest step: one sample after the other to whom it ends first."""
-    parts = [1] * len(curves)
-    for _ in range(total - len(curves)):
-        pairs = zip(curves, parts, strict=True)
-        ends = [(curve(n + 1), r) for r, (curve, n) in enumerate(pairs)]
-        parts[min(ends)[1]] += 1
-    return max(curve(n) for curve, n in zip(curves, parts, strict=True))

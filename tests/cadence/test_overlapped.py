@@ -52,15 +52,6 @@ def test_many_lengths_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(asked) < 2_500
 
 
-@given(BATCHES, TIMES, st.floats(0.0, 1.0), st.floats(1.0, 10.0), MOST)
-def test_dearer_windows_are_not_shorter(
-    batch_s: list[float], held_s: float, late: float, factor: float, most: int
-) -> None:
-    late_s = late * max(batch_s)  # no window waits for it
-    cheap = best_anchor(BatchTimes.of(batch_s), held_s, late_s, most)
-    assert best_anchor(BatchTimes.of(batch_s), factor * held_s, late_s, most) >= cheap
-
-
 @given(BATCHES, TIMES, TIMES, MOST, MOST)
 def test_as_long_as_a_reduction_asks_for_and_then_as_pays(
     batch_s: list[float], held_s: float, late_s: float, most: int, least: int

@@ -25,10 +25,6 @@ def test_no_split_of_whole_samples_is_shorter(
     assert best_step_s(batch, sample_s, batch_s) == pytest.approx(min(every))
 
 
-def test_a_rank_that_takes_too_long_for_any_sample_has_none() -> None:
-    assert best_step_s(10, (1.0, 1.0), (0.0, 20.0)) == 10.0
-
-
 def test_the_bound_of_whole_samples_and_a_batch_that_is_large_enough() -> None:
     speeds = (1.0, 0.67, 0.4, 0.25)
     sample_s = [1 / speed for speed in speeds]

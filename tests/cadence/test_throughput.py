@@ -2,62 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.cadence.throughput import (
     DOMINANCE_MARGIN,
-    MAX_SPEED_RATIO,
     HeldRatios,
-    check_reports,
-    complete_costs,
-    relative_speeds,
 )
-from elche.errors import ConfigError
 
 costs = st.floats(1e-6, 1e6)
-
-
-@pytest.mark.parametrize(
-    ("hints", "expected"),
-    [
-        (None, (1.0, 1.0, 1.0)),
-        ({1: 0.4}, (1.0, 0.4, 1.0)),
-        ([2.0, 1.0, 0.5], (1.0, 0.5, 0.25)),
-        ({0: 4.0}, (1.0, 0.25, 0.25)),
-        ({}, (1.0, 1.0, 1.0)),
-        ([1.0, 1e-300, 1.0], (1.0, 1.0 / MAX_SPEED_RATIO, 1.0)),
-    ],
-)
-def test_hints_become_speeds_relative_to_the_fastest(
-    hints: object, expected: tuple[float, ...]
-) -> None:
-    assert relative_speeds(hints, 3) == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("hints", "message"),
-    [
-        ([1.0], "each of 2 ranks, got 1"),
-        ({2: 1.0}, "names rank 2, but ranks are 0 to 1"),
-        ({-1: 1.0}, "names rank -1"),
-        ([1.0, 0.0], "rank 1 must be positive"),
-        ([math.nan, 1.0], "rank 0 must be positive"),
-        ([1.0, math.inf], "rank 1 must be positive"),
-    ],
-)
-def test_wrong_hints_are_refused(hints: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        relative_speeds(hints, 2)  # type: ignore[arg-type]
-
-
-def test_unmeasured_ranks_count_like_the_slowest_or_by_their_hint() -> None:
-    assert complete_costs([10.0, 40.0, 0.0], (1.0, 1.0, 1.0)) == [10.0, 40.0, 40.0]
-    assert complete_costs([10.0, 40.0, 0.0], (1.0, 0.25, 0.5)) == [10.0, 40.0, 20.0]
-    assert complete_costs([0.0, 0.0], (1.0, 0.5)) == [1.0, 2.0]
 
 
 def test_near_equal_ranks_do_not_take_turns_as_the_reference() -> None:
@@ -99,22 +53,3 @@ def test_held_ratios_share_one_reference_and_stay_near(rows: list[list[float]]) 
     for rank, value in enumerate(ratios.values):
         measured = last[ratios.reference] / last[rank]
         assert abs(measured - value) <= 0.1001 * value
-
-
-def test_reports_name_the_rank_that_is_wrong() -> None:
-    def check(work: list[object], times: list[float]) -> list[tuple[int, int, float]]:
-        return check_reports("batches", work, "wall_ms", times, 2)  # type: ignore[arg-type]
-
-    assert check([0, 2], [1.0, 4.0]) == [(1, 2, 4.0)]
-    assert check([3, 2], [0.0, 4.0]) == [(1, 2, 4.0)]
-    with pytest.raises(ConfigError, match="wall_ms of rank 1 must be finite"):
-        check([1, 1], [1.0, math.nan])
-    assert check([1, 2], [1e-300, 4.0]) == [(1, 2, 4.0)]
-    with pytest.raises(ConfigError, match="wall_ms of rank 0 is not a time"):
-        check([1, 1], [1e300, 1.0])
-    with pytest.raises(ConfigError, match="batches of rank 0 must be at least 0"):
-        check([-1, 1], [1.0, 1.0])
-    with pytest.raises(ConfigError, match="batches of rank 0 must be an integer"):
-        check([1.5, 1], [1.0, 1.0])
-    with pytest.raises(ConfigError, match="wall_ms must hold one value for each of 2"):
-        check([1, 1], [1.0])

@@ -69,7 +69,7 @@ def batches_of(sim: Simulation) -> list[Span]:
     return [each for each in sim.history.spans if each.category == BATCH]
 
 
-def check_all(sim: Simulation) -> None:
+def check_trained(sim: Simulation) -> None:
     """A run without failures and breaks: all of it, once, by all."""
     history, run = sim.history, sim.cluster.run
     assert not history.aborts, next(iter(history.aborts.values())).reason
@@ -80,6 +80,12 @@ def check_all(sim: Simulation) -> None:
         for epoch in range(run.epochs):
             assert history.ended[number, epoch] == ranks
             assert trained_positions(history, number, epoch) == everything
+
+
+def check_all(sim: Simulation) -> None:
+    """The same, with the shares or windows, and all committed."""
+    check_trained(sim)
+    history, run = sim.history, sim.cluster.run
     if run.policy == "sync":
         check_shares(sim)
     else:

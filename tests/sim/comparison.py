@@ -53,8 +53,10 @@ def compare(cluster: Cluster) -> Comparison:
     Raises:
         ElcheError: a run was aborted.
     """
-    *fixed, auto = (_report(cluster, policy) for policy in (*FIXED_POLICIES, "auto"))
-    alone = _report(fastest_of(cluster), "sync")
+    *fixed, auto = (
+        report_under(cluster, policy) for policy in (*FIXED_POLICIES, "auto")
+    )
+    alone = report_under(fastest_of(cluster), "sync")
     return Comparison(fixed=tuple(fixed), alone=alone, auto=auto)
 
 
@@ -110,7 +112,12 @@ def _log_uniform(draw: random.Random, least: float, most: float) -> float:
     return math.exp(draw.uniform(math.log(least), math.log(most)))
 
 
-def _report(cluster: Cluster, policy: str) -> Report:
+def report_under(cluster: Cluster, policy: str) -> Report:
+    """Simulates a whole run of a cluster under a policy.
+
+    Raises:
+        ElcheError: the run was aborted.
+    """
     run = replace(cluster.run, policy=policy)
     sim = Simulation(replace(cluster, run=run))
     history = sim.run()

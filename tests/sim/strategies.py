@@ -70,8 +70,7 @@ def window_options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def faults(draw: st.DrawFn, world_size: int, epochs: int) -> tuple[Fault, ...]:
-    del epochs
+def faults(draw: st.DrawFn, world_size: int) -> tuple[Fault, ...]:
     found = []
     times = st.floats(0.0, 3.0)
     for _ in range(draw(st.integers(0, 4))):
@@ -113,7 +112,7 @@ def clusters(
     latency_s = draw(st.sampled_from([0.0, 0.0005, 0.002, 0.02]))
     epochs = draw(st.integers(1, 3))
     options = draw(window_options()) if policy != "sync" else {}
-    happen = draw(faults(world_size, epochs)) if changes else ()
+    happen = draw(faults(world_size)) if changes else ()
     if any(fault.join is None and fault.rank == world_size for fault in happen):
         joins = sum(fault.join is not None for fault in happen)
         if not joins:

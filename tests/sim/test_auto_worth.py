@@ -6,20 +6,12 @@ import math
 from dataclasses import replace
 
 from elche.sim.cluster import Cluster
-from elche.sim.report import Report, report_of
-from elche.sim.simulation import Simulation
-from tests.sim.comparison import fastest_of, owed_s, random_cluster
+from elche.sim.report import Report
+from tests.sim.comparison import fastest_of, owed_s, random_cluster, report_under
 
 JITTER = 0.05
 """With more the fastest device is not known after few steps."""
 PROBE_S = 0.3
-
-
-def report(cluster: Cluster, policy: str) -> Report:
-    sim = Simulation(replace(cluster, run=replace(cluster.run, policy=policy)))
-    sim.run()
-    assert not sim.history.aborts
-    return report_of(sim)
 
 
 def looks_fastest(cluster: Cluster, rank: int) -> bool:
@@ -49,12 +41,12 @@ def check_seed(seed: int) -> Report:
     devices = [replace(d, jitter=min(d.jitter, JITTER)) for d in cluster.devices]
     cluster = replace(cluster, devices=tuple(devices))
     run, ranks = cluster.run, cluster.world_size
-    auto, one = report(cluster, "auto"), fastest_of(cluster)
+    auto, one = report_under(cluster, "auto"), fastest_of(cluster)
     if auto.phases[-1].ranks == 1:
         chosen = max(auto.ranks, key=lambda each: each.samples).rank
         assert looks_fastest(cluster, chosen), (seed, chosen)
         one = replace(cluster, devices=(devices[chosen],))
-    alone = report(one, "sync")
+    alone = report_under(one, "sync")
     reduction_s = cluster.link.reduce_s(run.model_bytes, ranks)
     equal_s = max(d.mean_batch_s(-(-run.batch_size // ranks)) for d in devices)
     reductions = 2 if auto.phases[-1].ranks == 1 else 1

@@ -6,20 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from elche.coordination.protocol.events import BatchesDone, Event, Join
+from elche.coordination.protocol.events import BatchesDone
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
-    EndEpoch,
-    GrantBatches,
-    Instruction,
     Regroup,
     Welcome,
 )
 from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import ALL_DEAD
 from elche.sim.report import report_of
-from elche.sim.simulation import Simulation
-from tests.sim.checks import CHECKED, metrics_of_epochs, simulate, told
+from tests.sim.checks import metrics_of_epochs, simulate, told
 
 DEVICE = Device(seconds_per_sample=0.002, count=3, jitter=0.2, name="CPU")
 WINDOWS = ["cadence", "async"]
@@ -101,50 +97,6 @@ def test_a_rank_that_joins_gets_the_model_and_then_work(policy: str) -> None:
     assert samples[3] > 0.8 * max(samples[:3])
     if policy != "sync":  # which reduces 10 MB after every 8 samples
         assert report_of(sim).efficiency > 0.7
-
-
-def test_what_a_death_leaves_of_an_epoch_is_shared_out_anew() -> None:
-    sim = simulate(cluster_of("sync", Fault(at_s=1.0, kill_rank=1), epochs=1))
-    messages = [one for _, one in sim.messages]
-    at = next(at for at, one in enumerate(messages) if type(one) is EndEpoch)
-    grants = [one for one in messages[at:] if isinstance(one, GrantBatches)]
-    assert all(len(one.shares) == 3 and not one.shares[1] for one in grants)
-    assert {one.rank for one in grants} == {0, 2}
-    ends = told(sim, EndEpoch, rank=0)
-    assert [bool(end.left) for end in ends] == [True, False]
-    assert sum(end.samples for end in ends) == 8000
-    assert sim.history.finished == {0, 2}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_that_does_not_fit_is_refused_and_the_others_go_on(policy: str) -> None:
-    cluster = cluster_of(policy, Fault(at_s=1.0, join=0))
-    sim = Simulation(cluster, CHECKED)
-    handle = sim.core.handle
-
-    def listen(event: Event, now_s: float) -> list[Instruction]:
-        if isinstance(event, Join) and event.rank == 3:
-            event = replace(event, tensors=())
-        return handle(event, now_s)
-
-    sim.core.handle = listen  # type: ignore[method-assign]
-    sim.run()
-    assert sim.history.finished == {0, 1, 2}
-    assert "the model differs between ranks" in sim.history.aborts[3].reason
-    assert sim.history.committed[0, 1] == frozenset(range(1000))
-
-
-@pytest.mark.parametrize("at_s", [3.8, 4.4])
-def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
-    """That window's length was planned for the ranks of the group before."""
-    cluster = cluster_of(
-        "async",
-        Fault(at_s=at_s, join=0),
-        options={"windows": {"anchor": 5, "local_batch_size": 8}},
-    )
-    slow = replace(cluster, link=Link(latency_s=0.02, bytes_per_s=2e7, efficiency=1.0))
-    sim = simulate(slow)
-    assert not sim.history.aborts
 
 
 WAITS, IS_HANDED, HAS = "rank 0 is gone", ALL_DEAD, ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,47 +11,33 @@ from hypothesis import strategies as st
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import BatchesDone, WindowClosed
-from elche.coordination.protocol.instructions import Abort, EndEpoch
+from elche.coordination.protocol.instructions import EndEpoch
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation
 from tests.sim.checks import is_ended_by_a_death, metrics_of_epochs, simulate, told
 from tests.sim.strategies import WHOLE, clusters
 
 
-class Heard:
-    """What ranks said of their windows.
-
-    Attributes:
-        windows: of each rank that had batches, in order: which, and if it was finite.
-    """
-
-    def __init__(self, sim: Simulation) -> None:
-        self.windows: dict[int, list[tuple[list[int], bool]]] = {}
-        had: dict[int, list[int]] = {}
-        for _, event in sim.messages:
-            if isinstance(event, BatchesDone):
-                had.setdefault(event.rank, []).extend(range(event.start, event.stop))
-            elif isinstance(event, WindowClosed) and had.get(event.rank):
-                window = had.pop(event.rank), event.is_finite
-                self.windows.setdefault(event.rank, []).append(window)
-
-    def twice_in_a_row(self) -> set[int]:
-        """Ranks that brought nothing finite in two windows in a row."""
-        return {
-            rank
-            for rank, windows in self.windows.items()
-            if any(not (a or b) for (_, a), (_, b) in pairwise(windows))
-        }
+def windows_of(sim: Simulation) -> list[tuple[list[int], bool]]:
+    """Windows in which ranks had batches: which, and whether they were finite."""
+    had: dict[int, list[int]] = {}
+    found: list[tuple[list[int], bool]] = []
+    for _, event in sim.messages:
+        if isinstance(event, BatchesDone):
+            had.setdefault(event.rank, []).extend(range(event.start, event.stop))
+        elif isinstance(event, WindowClosed) and had.get(event.rank):
+            found.append((had.pop(event.rank), event.is_finite))
+    return found
 
 
-def with_bad(data: st.DataObject, cluster: Cluster, non_finite: str) -> Cluster:
+def with_bad(data: st.DataObject, cluster: Cluster) -> Cluster:
     """Some of its batches give no number."""
     last = BatchSizes(cluster.run.sizes).num_batches - 1
     bad = data.draw(st.sets(st.integers(0, last), max_size=max(1, last // 4)))
     windows = {
         **cluster.run.options.get("windows", {}),
         "local_batch_size": WHOLE,
-        "non_finite": non_finite,
+        "non_finite": "leave_out",
     }
     options = {**cluster.run.options, "windows": windows}
     run = replace(cluster.run, bad_batches=tuple(bad), options=options)
@@ -69,7 +54,7 @@ def test_every_batch_is_in_the_model_or_discarded_once(
 ) -> None:
     """Whatever is bad, and whoever dies or joins; the books find what is not."""
     cluster = data.draw(clusters(policy, changes=changes))
-    cluster = with_bad(data, cluster, "leave_out")
+    cluster = with_bad(data, cluster)
     sim = simulate(cluster)
     history, (books,) = sim.history, sim.books
     if not changes:
@@ -90,10 +75,9 @@ def test_every_batch_is_in_the_model_or_discarded_once(
     if changes:
         return
     spoilt: Counter[int] = Counter()
-    for windows in Heard(sim).windows.values():
-        for batches, is_finite in windows:
-            assert is_finite == (not bad.intersection(batches))
-            spoilt.update([] if is_finite else batches)
+    for batches, is_finite in windows_of(sim):
+        assert is_finite == (not bad.intersection(batches))
+        spoilt.update([] if is_finite else batches)
     assert spoilt == Counter(at(start) for _, start, _ in books.discarded)
     metrics = metrics_of_epochs(sim)
     for epoch, metric in enumerate(metrics):
@@ -103,29 +87,3 @@ def test_every_batch_is_in_the_model_or_discarded_once(
         assert metric.samples == sizes.num_samples - lost
     ends = told(sim, EndEpoch, rank=0)
     assert [end.samples for end in ends] == [each.samples for each in metrics]
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@given(data=st.data())
-@settings(max_examples=80)
-def test_a_run_stops_at_the_second_in_a_row_and_at_nothing_else(
-    policy: str, data: st.DataObject
-) -> None:
-    cluster = with_bad(data, data.draw(clusters(policy, most_ranks=4)), "stop")
-    sim = simulate(cluster)
-    heard = Heard(sim)
-    aborts = told(sim, Abort)
-    assert bool(aborts) == bool(heard.twice_in_a_row())
-    if aborts:
-        assert {one.kind for one in aborts} == {"non_finite"}
-        (rank,) = {one.failed_rank for one in aborts}
-        assert rank in heard.twice_in_a_row()
-        named = {batch for part in aborts[0].batches for batch in range(*part)}
-        assert named.intersection(cluster.run.bad_batches)
-    else:
-        assert sim.history.finished == set(range(cluster.world_size))
-    if cluster.run.options.get("debug", {}).get("deterministic"):
-        return  # a plan says what is in a window
-    for windows in heard.windows.values():
-        for (_, was_finite), (batches, _) in pairwise(windows):
-            assert was_finite or len(batches) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.sim.cluster import Cluster, Link
+from elche.sim.history import LEASE
 from tests.sim.checks import (
     check_all,
     check_outlived,
@@ -85,3 +88,25 @@ def test_deaths_and_joins_lose_nothing_and_count_nothing_twice(
 ) -> None:
     cluster = data.draw(clusters(policy, changes=True))
     check_outlived(simulate(cluster, data.draw(deaths())))
+
+
+@pytest.mark.reaches("reductions", "commits")
+@given(clusters("sync"), st.sampled_from([0.0, 0.0005]))
+@settings(max_examples=60)
+def test_no_rank_waits_for_a_grant_of_sync_once_it_has_begun(
+    cluster: Cluster, latency_s: float
+) -> None:
+    # Once: from about 10 times slower steps on, the grants still out are counted
+    # in steps of the old length, and every loader runs dry once.
+    link = Link(latency_s=latency_s, bytes_per_s=1e9)
+    devices = tuple(replace(d, load_seconds_per_sample=0.0) for d in cluster.devices)
+    # Where a rank is left out all wait: for the steps granted before, then it alone.
+    run = replace(cluster.run, options={"leave_out": False})
+    sim = simulate(replace(cluster, link=link, devices=devices, run=run))
+    check_all(sim)
+    firsts: dict[int, int] = {}
+    for each in sim.history.spans:
+        is_wait = each.name == f"wait: {LEASE}"
+        firsts[each.rank] = firsts.get(each.rank, 0) + is_wait
+    # An epoch's first grant is on its way when its loop begins.
+    assert all(count <= cluster.run.epochs for count in firsts.values()), firsts

@@ -60,13 +60,6 @@ def test_only_the_last_reduction_is_waited_for(
     assert lost_s <= 1.05 * reduction_s + 3.0 * batch_s / min(speeds)
 
 
-def test_auto_runs_two_steps_on_a_link_that_it_leaves() -> None:
-    report = run("auto", (1.0, 0.25), 0.04, 0.8, run_s=100.0)
-    assert [phase.policy for phase in report.phases] == ["sync", "async"]
-    assert report.phases[0].samples <= 2 * BATCH
-    assert report.goodput >= 0.98 - 2 * 0.8 / 100.0
-
-
 def test_auto_grants_ahead_where_a_reduction_is_quick() -> None:
     report = run("auto", (1.0, 0.25), 0.02, 0.09, run_s=20.0)
     assert report.phases[0].samples > 2 * BATCH

@@ -27,8 +27,6 @@ TABLE_V = [
     (16, 64, 14.412, 14.393, 9.688, 1.621, 0.2206, 0.1198, 0.0630, 0.0533),
     (16, 128, 14.316, 14.306, 9.639, 1.619, 0.1390, 0.0637, 0.0325, 0.0274),
 ]
-# Of the ICLR version again, 28.3B: 1F1B, ZB-H1, ZB-H2 (no 1F1B-I is printed there).
-# Settings of the arXiv version whose rates its script computes and does not print.
 # Layers per rank of the 6.2B model and of the others: 1F1B-I's virtual stages.
 LAYERS_6B, LAYERS = 4, 3
 
@@ -88,21 +86,3 @@ def test_memory_and_bubbles_of_the_v_schedules(ranks: int) -> None:
         timing = timed(name, ranks, count, times)
         assert max(timing.peak_activations) <= share
         assert timing.bubble_makespan <= share_of_bubble * bubble
-
-
-@pytest.mark.parametrize("ranks", [3, 6, 9])
-def test_formulas_of_the_paper(ranks: int) -> None:
-    """Bubble times without communication: (p - 1) times F + I + W, F + I - W, ..."""
-    forward, inputs, weights = 3.0, 4.0, 2.5
-    count = 4 * ranks
-    times = RankTimes(forward, inputs, weights)
-    work = count * (forward + inputs + weights)
-    for name, chunks, each in (
-        ("1f1b", 1, forward + inputs + weights),
-        ("zb-h1", 1, forward + inputs - weights),
-        ("zb-h2", 1, forward + inputs - 2 * weights),
-        ("interleaved-1f1b", 3, (forward + inputs + weights) / 3),
-    ):
-        timing = timed(name, ranks, count, times, chunks)
-        assert max(timing.spans) - work == pytest.approx((ranks - 1) * each)
-        assert timing.busy == pytest.approx((work,) * ranks)

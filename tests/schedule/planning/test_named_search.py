@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations
 
@@ -17,7 +16,7 @@ from elche.schedule.planning.partition_search import Evaluator, fits
 from elche.schedule.planning.plan import PlanConfig
 from elche.schedule.planning.planner import plan_pipeline
 from elche.schedule.planning.profile import PipelineProfile
-from tests.schedule.planning.test_partition import equal_layers, profiles
+from tests.schedule.planning.test_partition import profiles
 
 
 def every_partition(profile: PipelineProfile, name: str) -> Iterator[Partition]:
@@ -66,24 +65,3 @@ def test_no_partition_is_better(
     profile: PipelineProfile, count: int, name: str
 ) -> None:
     assert compare(profile, name, count) <= 1 + 1e-8
-
-
-def test_a_schedule_that_needs_all_activations_gets_a_partition_of_its_own() -> None:
-    """1F1B takes seven layers to the fast device, which gpipe would overfill."""
-    profile = equal_layers(8, (3.0, 1.0))
-    layers = tuple(
-        type(one)(times=one.times, activation_bytes=10.0) for one in profile.layers
-    )
-    first, other = profile.devices
-    small = type(first)(name="small", speed=first.speed, memory_bytes=400.0)
-    tight = PipelineProfile(layers=layers, devices=(small, other))
-    sizes = {}
-    for name in ("1f1b", "gpipe"):
-        chosen = plan_pipeline(
-            tight, PlanConfig(num_microbatches=8, schedule=name)
-        ).chosen
-        assert chosen.missing_bytes == 0
-        on_small = sum(e - b + 1 for b, e in chosen.partition.layers_of(0))
-        sizes[name] = on_small
-    assert sizes["gpipe"] == 5 < sizes["1f1b"] <= 8
-    assert math.isclose(small.memory_bytes, sizes["gpipe"] * 8 * 10.0)

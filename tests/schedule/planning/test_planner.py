@@ -22,11 +22,11 @@ from elche.schedule.planning.profile import (
     ANY_KIND,
     DeviceProfile,
     LayerProfile,
+    LayerTimes,
     LinkProfile,
     PipelineProfile,
 )
 from elche.schedule.timing import simulate
-from tests.schedule.planning.gpt_profile import GptSize, gpt_layers
 from tests.schedule.planning.test_partition import (
     equal_layers,
     every_partition,
@@ -34,19 +34,40 @@ from tests.schedule.planning.test_partition import (
 )
 from tests.schedule.strategies import assert_complete
 
+HIDDEN, VOCABULARY, TOKENS = 1024, 32_000, 1024
+
+
+def layer(
+    operations: tuple[int, int, int], held: int, kept: int, output: int, state: int
+) -> LayerProfile:
+    """By the operations and bytes of a token; parameters take four bytes."""
+    names = "forward_s", "input_gradient_s", "weight_gradient_s"
+    times = {name: TOKENS * n for name, n in zip(names, operations, strict=True)}
+    return LayerProfile(
+        times={ANY_KIND: LayerTimes(**times)},
+        activation_bytes=TOKENS * held,
+        kept_for_weight_bytes=TOKENS * kept,
+        output_bytes=TOKENS * output,
+        parameter_bytes=4 * state,
+    )
+
 
 def gpt(
     blocks: int,
     speeds: Sequence[float],
     memory_bytes: Sequence[float] | float = math.inf,
 ) -> PipelineProfile:
-    size = GptSize(
-        blocks=blocks, hidden=1024, heads=16, vocabulary=32_000, sequence=1024
-    )
+    """A GPT; work counts matmuls, activations as Korthikanti et al. (2022) do."""
+    matmuls, attention = 24 * HIDDEN**2, 4 * TOKENS * HIDDEN
+    logits, table = 2 * HIDDEN * VOCABULARY, HIDDEN * VOCABULARY
+    work = matmuls + attention, matmuls + 2 * attention, matmuls
+    embedding = layer((0, 0, 0), 8, 8, 2 * HIDDEN, table)
+    block = layer(work, 34 * HIDDEN, 32 * HIDDEN, 2 * HIDDEN, 12 * HIDDEN**2)
+    head = layer((logits,) * 3, 4 * VOCABULARY, 4 * VOCABULARY, 1, table)
     if isinstance(memory_bytes, float):
         memory_bytes = [memory_bytes] * len(speeds)
     return PipelineProfile(
-        layers=gpt_layers(size),
+        layers=(embedding, *(block,) * blocks, head),
         devices=tuple(
             DeviceProfile(
                 name=f"device {index}", speed=50e12 * speed, memory_bytes=memory
@@ -271,31 +292,3 @@ def test_one_device_needs_no_several_stages(name: str, uses_all: bool) -> None:
     config = PlanConfig(num_microbatches=4, schedule=name, use_all_devices=uses_all)
     with pytest.raises(ConfigError, match="one device is enough"):
         plan_pipeline(equal_layers(6, (1.0,)), config)
-
-
-def test_a_gpt_by_its_size() -> None:
-    size = GptSize(
-        blocks=3,
-        hidden=64,
-        heads=4,
-        vocabulary=100,
-        sequence=32,
-        samples=2,
-        keeps_scores=True,
-    )
-    embedding, *blocks, head = gpt_layers(size)
-    assert [each.name for each in blocks] == ["block"] * 3
-    block: LayerProfile = blocks[0]
-    tokens = 64
-    one = block.times_on(ANY_KIND)
-    assert one.forward_s == pytest.approx(tokens * (24 * 64**2 + 4 * 32 * 64))
-    assert one.input_gradient_s - one.weight_gradient_s == pytest.approx(
-        tokens * 8 * 32 * 64
-    )
-    assert block.activation_bytes == tokens * (34 * 64 + 5 * 4 * 32)
-    assert block.output_bytes == tokens * 64 * 2
-    assert embedding.times_on(ANY_KIND).forward_s == 0
-    assert head.times_on(ANY_KIND).forward_s == tokens * 2 * 64 * 100
-    parameters = sum(e.parameter_bytes for e in (embedding, *blocks, head)) / 4
-    blocks_only = 3 * (12 * 64**2 + 13 * 64)
-    assert parameters == blocks_only + 64 * (100 + 32) + 64 * 102

@@ -19,6 +19,8 @@ from tests.sim.exploring.frozen import Freezer
 from tests.sim.exploring.rank_states import CoreStates, Facts, Parts, RankStates, Script
 
 DEAD = -1
+MOST_STATES = 1_000_000
+"""More are a failure: the bound was wrong."""
 
 
 class ViolationError(AssertionError):
@@ -103,15 +105,11 @@ class Explored:
 
     Attributes:
         states: of the whole run.
-        edges: from one to another.
-        ends: states in which the run is over.
         kinds: how often what happened.
         survivors: ranks that live, in each of the ends.
     """
 
     states: int = 0
-    edges: int = 0
-    ends: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     survivors: set[frozenset[int]] = field(default_factory=set)
 
@@ -125,14 +123,12 @@ class Bounds:
         joins: of newcomers, one after the other.
         is_delayed: messages are under way for any time; else they are there at once.
         loses: a rank that dies takes any number of its last messages with it.
-        most_states: more are a failure: the bound was wrong.
     """
 
     deaths: int = 0
     joins: int = 0
     is_delayed: bool = True
     loses: bool = False
-    most_states: int = 1_000_000
 
 
 class Explorer:
@@ -178,7 +174,6 @@ class Explorer:
             try:
                 for label, after in self._after(state):
                     is_over = False
-                    found.edges += 1
                     kind = label.split()[0]
                     found.kinds[kind] = found.kinds.get(kind, 0) + 1
                     at = numbers.setdefault(after, len(came))
@@ -194,9 +189,9 @@ class Explorer:
             except Exception as error:
                 way = f"{_way(came, number)}\n{self._doing}"
                 raise ViolationError(f"{error!r}\nafter:\n{way}") from error
-            if len(came) > self._bounds.most_states:
+            if len(came) > MOST_STATES:
                 raise ViolationError(f"more than {len(came)} states")
-        found.states, found.ends = len(came), len(ends)
+        found.states = len(came)
         self._all_reach(ends, back, came)
         return found
 
@@ -235,7 +230,7 @@ class Explorer:
             if state.up[rank]:
                 event = state.up[rank][0]
                 self._doing = f"core hears {event}"
-                after = state._replace(up=_without_first(state.up, rank))
+                after = state._replace(up=_with(state.up, rank, state.up[rank][1:]))
                 yield f"core hears {event}", self._tidy(self._hear(after, event))
             if number == DEAD:
                 continue
@@ -383,9 +378,3 @@ def _way(came: list[tuple[int, str]], number: int) -> str:
 
 def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
     return (*values[:at], value, *values[at + 1 :])
-
-
-def _without_first(
-    lines: tuple[tuple[Any, ...], ...], at: int
-) -> tuple[tuple[Any, ...], ...]:
-    return _with(lines, at, lines[at][1:])

@@ -74,6 +74,9 @@ class Meeting:
         if found is not None:
             self.found.append(found)
 
+    def nothing(self) -> None:
+        return
+
     def barrier(self) -> None:
         elche.barrier()
 

@@ -128,6 +128,7 @@ CASES: list[tuple[Death, dict[str, Any]]] = [
     (Death(2, "step", 4), {**LATE, "early": True, "options": GLOO}),
     (Death(2, "step", 4), {**LATE, "clip": 0.1, "parts": True}),
     (Death(2, "step", 4), {**LATE, "early": True}),
+    *((Death(2, "step", 4), {**LATE, "loss": loss}) for loss in ("sum", "weighted")),
     # The pause has begun, also for one that reads both at once: it takes part in it.
     (Death(2, "pausing", 1), {**PAUSE, "together": 1}),
     (Death(3, "step", 4), {**LATE_OF_A_HOST, "late": 1}),
@@ -154,8 +155,6 @@ LOOPS: list[dict[str, Any]] = [
     {"workers": 2},
     {"optimizers": 2},
     {"loss": "weighted", "accumulate": 2},
-    {"loss": "weighted", "options": GLOO},
-    {"loss": "sum", "options": GLOO},
     *(
         {**hosts, **more}
         for hosts in ({}, {**OF_HOSTS, "rank": 1}, {**OF_HOSTS, "rank": 2})
@@ -228,14 +227,20 @@ def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("early", [False, True], ids=["plain", "early"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"ranks": ranks, "early": early} for ranks in (2, 4) for early in (0, 1)),
+        *({"loss": loss} for loss in ("weighted", "sum")),
+    ],
+    ids=str,
+)
 @SHARED_OR_GLOO
-@pytest.mark.parametrize("ranks", [2, 4])
 def test_deaths_at_every_place(
-    ranks: int, options: dict[str, Any], early: bool, tmp_path: Path
+    options: dict[str, Any], more: dict[str, Any], tmp_path: Path
 ) -> None:
-    places = {**PLACES, "fetched": 4} if early else {**PLACES, "between": 1}
-    outlive_each(tmp_path, places, ranks=ranks, options=options, early=early)
+    places = {"fetched": 4} if more.get("early") else {"between": 1, "_reorder": 1}
+    outlive_each(tmp_path, PLACES | places, options=options, **more)
 
 
 @pytest.mark.slow
@@ -357,20 +362,6 @@ def test_a_loop_that_fetches_early_is_cut(tmp_path: Path) -> None:
     """It does not wait for the grant that none is to come of."""
     more = {"saves_at": 5, "samples": 600, "step_s": 0.02, "epochs": 1}
     assert outlive(tmp_path, ranks=2, early=True, **more) == 0
-
-
-@pytest.mark.slow
-@SHARED_OR_GLOO
-@pytest.mark.parametrize("loss", ["weighted", "sum"])
-def test_losses_at_every_place(
-    loss: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    more: dict[str, Any] = {"loss": loss, "options": options}
-    places = {**PLACES, "between": 1, "closed": 1, "_reorder": 1}
-    outlive_each(tmp_path, places, **more)
-    (folder := tmp_path / "late").mkdir()
-    more = {**more, "ranks": 4, "late": 1, "late_at": 4}
-    assert outlive(folder, Death(2, "step", 4), **more) == 0
 
 
 @pytest.mark.slow

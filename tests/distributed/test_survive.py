@@ -22,7 +22,6 @@ from tests.distributed.cases.survive_cases import (
     Counted,
     Trial,
     hold_the_gil,
-    pause,
     train,
 )
 from tests.distributed.cases.tasks import identical
@@ -45,8 +44,6 @@ CODED: dict[str, dict[str, Any]] = {
 }
 """Sums are formed in encoded form, by messages from rank to rank."""
 WAYS_AND_CODECS = WAYS | CODED
-PAUSE_S = 2.0
-"""Well below the silence of which a rank is dead."""
 
 
 def run_with(
@@ -278,14 +275,6 @@ def test_a_rank_that_holds_the_gil_lives(
     assert "rank 0 is at a call into C code that holds the GIL" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
-)
-def test_a_rank_that_is_stopped_for_a_while_lives(policy: str, tmp_path: Path) -> None:
-    survivors = outlive(tmp_path, (), policy, slow=(2, pause, PAUSE_S))
-    assert survivors[2].found[0] >= PAUSE_S, "the fault did not happen"
-
-
 @pytest.mark.parametrize("meeting", ["evaluate", "predict"])
 @pytest.mark.every(2)
 def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> None:
@@ -293,18 +282,6 @@ def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> 
     deaths = (Death(2, "evaluating", 1),)
     survivors = outlive(tmp_path, deaths, "cadence", samples=160, meeting=meeting)
     assert [each.found for each in survivors] == [[(SIZE - 1) / 2] * 2] * 3
-
-
-def test_a_full_disk_of_one_rank_costs_one_checkpoint(tmp_path: Path) -> None:
-    ranks = outlive(tmp_path, (), "cadence", samples=160, meeting="save_on_a_full_disk")
-    for rank in (0, 2):
-        failed, second = ranks[rank].found
-        assert re.match(f"rank {rank} could not write .*", failed)
-        assert "File too large" in failed
-        assert second == "written"
-    newest = CheckpointStore(tmp_path / "checkpoints").newest()
-    assert newest is not None
-    assert newest.manifest.world_size == 4
 
 
 def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from elche.runtime.process.worker import Worker
 from elche.runtime.sync.step_groups import StepGroups
 from tests.distributed.cases.counting import Indices, log_batch, rows_of
 from tests.distributed.cases.deaths import Death, Visits, before, die, plan_death
-from tests.distributed.cases.late_sums import replace
+from tests.distributed.cases.late_sums import lack_sums, replace
 from tests.distributed.cases.tasks import state_of
 
 BATCH = 12
@@ -380,34 +380,6 @@ def left_out_for(steps: int, act: Callable[[], object]) -> Callable[[], None]:
     return visit
 
 
-def lack_sums(at: int) -> None:
-    """This rank does not get what the others have, in one pass.
-
-    As over gloo, where a rank's death leaves some with a sum and others without.
-    """
-    passes = 0
-
-    def close_pass(original: Any, reducer: GradientReducer) -> Any:
-        nonlocal passes
-        passes += 1
-        before = [buffer.clone() for buffer in buffers_of(reducer)]
-        factor = original(reducer)
-        if passes == at:
-            for buffer, value in zip(buffers_of(reducer), before, strict=True):
-                buffer.copy_(value)
-            reducer._group.wait_until(lambda: False, "a rank's death")
-        return factor
-
-    replace(GradientReducer, "close_pass", close_pass)
-
-
-def buffers_of(reducer: GradientReducer) -> list[torch.Tensor]:
-    """Of the model whose gradients it reduces."""
-    averager = reducer._buffers
-    assert averager is not None
-    return list(averager._model.buffers())
-
-
 def steps_of(
     folder: str | Path, ranks: int, victims: Sequence[int], epochs: int
 ) -> list[list[list[list[int]]]]:
@@ -439,10 +411,8 @@ def reference(
 ) -> dict[str, torch.Tensor]:
     """The same steps in one process; see `steps_alone`."""
     model, optimizers = make(loop)
-    for _ in steps_alone(loop, model, optimizers, epochs, apart):
-        pass
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state | traces(loop, epochs)
+    deque(steps_alone(loop, model, optimizers, epochs, apart), maxlen=0)
+    return model.state_dict() | traces(loop, epochs)
 
 
 def steps_alone(

@@ -95,6 +95,10 @@ def test_a_codec_chosen_by_the_link_is_refused_with_what_to_write() -> None:
         RunConfig(codec="auto")
 
 
+OF_GRADIENTS = {"policy": "cadence", "update": "gradients"}
+PLANNED = {"policy": "cadence", "deterministic": True}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -102,35 +106,17 @@ def test_a_codec_chosen_by_the_link_is_refused_with_what_to_write() -> None:
         ({"policy": "auto", "update": "gradients"}, "leave update out"),
         ({"policy": "async", "update": "gradients"}, "need policy 'cadence'"),
         ({"policy": "sync", "update": "parameters"}, "'sync' .* has no windows"),
-        (
-            {"policy": "cadence", "update": "gradients", "codec": "bf16"},
-            "update='gradients' sums uncompressed gradients",
-        ),
+        (OF_GRADIENTS | {"codec": "bf16"}, "sums uncompressed gradients"),
         ({"policy": "sync", "outer": "slowmo"}, "leave windows= out, or choose"),
-        (
-            {"policy": "cadence", "update": "gradients", "outer": "nesterov"},
-            "'nesterov' steps along averaged parameters",
-        ),
+        (OF_GRADIENTS | {"outer": "nesterov"}, "steps along averaged parameters"),
         ({"policy": "async", "outer": "adam"}, "unknown outer.optimizer 'adam'"),
         ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer.momentum < 1"),
         ({"outer": "slowmo", "outer_lr": 0.0}, "outer.lr to be a positive"),
-        (
-            {"policy": "cadence", "transport": "nccl"},
-            "gradients of policy 'sync' as they",
-        ),
+        ({"policy": "cadence", "transport": "nccl"}, "gradients of policy 'sync'"),
         ({"policy": "delayed_sync"}, "was removed: on one machine 'sync' is faster"),
-        (
-            {"policy": "auto", "transport": "nccl"},
-            "gradients of policy 'sync' as they are",
-        ),
-        (
-            {"policy": "sync", "codec": "int8", "transport": "nccl"},
-            "choose .* codec 'fp32'",
-        ),
-        (
-            {"policy": "cadence", "deterministic": True, "max_batch_diff": 2},
-            "leave it out",
-        ),
+        ({"policy": "auto", "transport": "nccl"}, "gradients of policy 'sync'"),
+        ({"codec": "int8", "transport": "nccl"}, "choose .* codec 'fp32'"),
+        (PLANNED | {"max_batch_diff": 2}, "leave it out"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:

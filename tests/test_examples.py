@@ -15,40 +15,32 @@ pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
 
 
-@SLOW
-@pytest.mark.parametrize("name", ["own_loop", "muon"])
-def test_own_loops_in_windows(name: str) -> None:
-    options = "--policy", "cadence", "--speeds", "1,0.5", "--ms-per-sample", "0.2"
-    done = ended(*ELCHE, *options, f"{EXAMPLES}/{name}.py")
+LOSS, RIGHT = r"loss ([\d.]+)", r"([\d.]+)% of held-out digits right"
+UNEQUAL = "--speeds", "1,0.5", "--ms-per-sample", "0.2"
+WINDOWS = "--policy", "cadence", *UNEQUAL
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pattern", "count"),
+    [
+        ("own_loop", (), RIGHT, 5),
+        ("trainer", ("--nproc", "2"), LOSS, 5),
+        pytest.param("own_loop", WINDOWS, RIGHT, 5, marks=SLOW),
+        pytest.param("muon", WINDOWS, RIGHT, 5, marks=SLOW),
+        # tests/comm/gradients/test_weights.py has means over tokens
+        pytest.param("tokens", UNEQUAL, LOSS, 3, marks=SLOW),
+    ],
+)
+def test_figures_get_better(
+    name: str, options: tuple[str, ...], pattern: str, count: int
+) -> None:
+    script = f"{EXAMPLES}/{name}.py"
+    done = ended(*((*ELCHE, *options) if options else ()), script)
     assert done.returncode == 0, done.stderr
-    shown = [float(text) for text in re.findall(r"([\d.]+)% of held-out", done.stdout)]
-    assert len(shown) == 5
-    assert shown[-1] > 80
-
-
-def test_an_own_loop_alone() -> None:
-    done = ended(f"{EXAMPLES}/own_loop.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("held-out digits right") == 5
-
-
-def test_trainer() -> None:
-    done = ended(*ELCHE, "--nproc", "2", f"{EXAMPLES}/trainer.py")
-    assert done.returncode == 0, done.stderr
-    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow  # tests/comm/gradients/test_weights.py has means over tokens
-def test_tokens() -> None:
-    script = f"{EXAMPLES}/tokens.py"
-    done = ended(*ELCHE, "--speeds", "1,0.5", "--ms-per-sample", "0.2", script)
-    assert done.returncode == 0, done.stderr
-    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
-    assert ended(script).stdout == done.stdout
+    shown = [float(text) for text in re.findall(pattern, done.stdout)]
+    assert len(shown) == count
+    assert shown[-1] < shown[0] if pattern == LOSS else shown[-1] > 80
+    assert name != "tokens" or ended(script).stdout == done.stdout
 
 
 @pytest.mark.every(3)

@@ -76,20 +76,6 @@ def test_the_fast_rank_does_four_times_the_work(ranks2: RankPool) -> None:
     assert traces[0].busy_s[1] == pytest.approx((1.6, 1.6), abs=0.4)
 
 
-def test_fixed_anchor_and_el_che_off(ranks2: RankPool) -> None:
-    """Without the guard: in windows of so few batches noise alone may shorten one."""
-    for options in ({"anchor": 2, "max_anchor": 2}, {"max_anchor": 0}):
-        options = {"policy": "cadence", "guard": False, **options}
-        task = Task(samples=128, options=options)
-        traces = ranks2.serve(shared, task)
-        assert identical([trace.state for trace in traces])
-        if options.get("max_anchor") == 0:
-            assert min(traces[0].windows) >= 4
-            assert max(traces[0].batch_sizes[0]) == 8  # of two ranks
-        else:
-            assert traces[0].anchors == [2, 2]
-
-
 def break_aloud(policy: str) -> list[str]:
     """Rank 1 breaks off after its third batch; what this rank logged."""
     model, optimizer, loader = begin(Task(samples=400, batch_size=4), policy=policy)

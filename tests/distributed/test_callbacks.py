@@ -21,12 +21,15 @@ pytestmark = pytest.mark.distributed
 SAMPLES, EPOCHS = 96, 2
 
 
-def _train(**options: Any) -> None:
-    elche.Trainer(
+DATA = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
+
+
+def _train(**options: Any) -> elche.TrainResult:
+    return elche.Trainer(
         lambda: nn.Linear(1, 1),
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-9),
-        lambda model, batch: model(batch[0]).mean(),
-        dataset=TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1)),
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-30),
+        lambda model, batch: (model(batch[0]) * 0.0 + batch[0]).mean(),
+        dataset=DATA,
         batch_size=8,
         epochs=EPOCHS,
         **options,
@@ -77,18 +80,7 @@ def test_a_checkpoint_that_raises_costs_no_run(ranks2: RankPool) -> None:
 
 def _fit_and_evaluate() -> tuple[list[Any], Any, float]:
     """History, the metrics of the last epoch, and the loss on other data."""
-    data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
-    trainer = elche.Trainer(
-        lambda: nn.Linear(1, 1),
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-30),
-        lambda model, batch: (model(batch[0]) * 0.0 + batch[0]).mean(),
-        dataset=data,
-        eval_dataset=data,
-        batch_size=8,
-        epochs=EPOCHS,
-        policy="cadence",
-    )
-    result = trainer.fit()
+    result = _train(policy="cadence", eval_dataset=DATA)
     report = result.report
     assert report.samples == SAMPLES * EPOCHS
     return result.history, elche.epoch_metrics(), sum(report.busy_s)

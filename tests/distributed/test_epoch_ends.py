@@ -8,9 +8,8 @@ import pytest
 
 from elche.checkpoint.store import CheckpointStore
 from tests.distributed.cases.deaths import Death
-from tests.distributed.cases.epoch_ends import POLICIES, SAMPLES, train
+from tests.distributed.test_survive import outlive
 from tests.harness.choices import wanted as wanted
-from tests.harness.fenced import run_fenced, survivors_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("wanted")]
 
@@ -26,20 +25,20 @@ PLACES = ("before barrier", "after barrier", "agreed")
         ("async", (2, 0, 1), 0),
         *(
             pytest.param(policy, ranks, turn, marks=SLOW)
-            for policy in POLICIES
+            for policy in ("sync", "cadence", "async", "auto")
             for ranks in ((0, 1, 2), (1, 2, 0), (2, 0, 1))
             for turn in range(3)
         ),
     ],
 )
 @pytest.mark.every(2)
-def test_deaths_as_epochs_end(policy: str, ranks: tuple[int, ...], turn: int) -> None:
+def test_deaths_as_epochs_end(
+    policy: str, ranks: tuple[int, ...], turn: int, tmp_path: Path
+) -> None:
     """Each of three in turn, at each place; once in a sum that ended the whole run."""
     places = (*PLACES[turn:], *PLACES[:turn])
     deaths = tuple(map(Death, ranks, places, (1, 2, 3)))
-    outcomes, lost = run_fenced(4, train, policy, 5, deaths)
-    (counts,) = survivors_of(outcomes, lost, ranks)
-    assert counts == [5] * SAMPLES
+    outlive(tmp_path, deaths, policy, epochs=5, meeting="nothing", agrees=True)
 
 
 @pytest.mark.parametrize("place", [*PLACES[:2], pytest.param(PLACES[2], marks=SLOW)])
@@ -47,9 +46,7 @@ def test_deaths_as_epochs_end(policy: str, ranks: tuple[int, ...], turn: int) ->
 def test_a_death_of_rank_0_in_save(place: str, tmp_path: Path) -> None:
     """The next rank chooses the checkpoint, where that was not settled."""
     deaths = (Death(0, place, 3),)  # after the first epoch's, and its end
-    outcomes, lost = run_fenced(3, train, "cadence", 3, deaths, saves=str(tmp_path))
-    for counts in survivors_of(outcomes, lost, [0]):
-        assert counts == [3] * SAMPLES
-    newest = CheckpointStore(tmp_path).newest()
+    outlive(tmp_path, deaths, "cadence", 3, epochs=3, meeting="save", agrees=True)
+    newest = CheckpointStore(tmp_path / "checkpoints").newest()
     assert newest is not None
     assert newest.manifest.world_size == 2

@@ -21,41 +21,63 @@ from tests.distributed.cases.tasks import (
     take_step,
 )
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
 
-def _freeze(policy: str, when: str) -> dict[str, torch.Tensor]:
-    """Trains with the first layer frozen, then freed."""
+def _train(policy: str, change: str) -> dict[str, torch.Tensor]:
+    """Two epochs, with something changed between them, or inside the first.
+
+    Where nothing else is said, the first layer is frozen and then freed.
+    """
     model, optimizer, loader = build(Task(samples=64, batch_size=8))
     first: Any = model.get_submodule("0")
-    first.requires_grad_(False)
+    first.requires_grad_("one rank" in change or change == "new head")
     before = first.weight.detach().clone()
     model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
     for epoch in range(2):
         for number, (x, y, _, _) in enumerate(loader):
-            if when == "inside" and number == 1:
+            if change == "inside" and number == 1:
                 first.requires_grad_(True)
             take_step(model, optimizer, x, y)
         if epoch == 0:
-            assert torch.equal(first.weight, before)
-            first.requires_grad_(True)
+            assert torch.equal(first.weight, before) != first.weight.requires_grad
+            if change == "new head":  # drawn differently on every rank
+                head = torch.nn.Linear(32, 3)
+                model.register_module("2", head)
+                optimizer.add_param_group({"params": list(head.parameters())})
+            elif change == "loaded on one rank" and elche.is_main_process():
+                first.weight.data.zero_()
+            else:
+                frozen = change == "frozen on one rank" and elche.is_main_process()
+                first.requires_grad_(not frozen)
     assert not torch.equal(first.weight, before)
     elche.shutdown()
     return state_of(model)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_freed_between_epochs(ranks2: RankPool, policy: str) -> None:
-    states = ranks2.serve(_freeze, policy, "between")
-    assert identical(states)
+@pytest.mark.parametrize("change", ["between", "new head"])
+def test_what_is_trained_changes_between_epochs(
+    ranks2: RankPool, change: str, policy: str
+) -> None:
+    assert identical(ranks2.serve(_train, policy, change))
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_freed_inside_an_epoch_is_refused(ranks2: RankPool, policy: str) -> None:
-    outcomes = ranks2.serve(error_of, _freeze, policy, "inside")
-    assert all("inside an epoch; do it between epochs" in text for text in outcomes)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("inside", "inside an epoch; do it between epochs"),
+        ("frozen on one rank", "does not train what rank 0 trains"),
+        ("loaded on one rank", "hold different"),
+    ],
+)
+def test_other_changes_are_refused(
+    ranks2: RankPool, change: str, says: str, policy: str
+) -> None:
+    texts = ranks2.serve(error_of, _train, policy, change)
+    assert all(says in text for text in texts)
 
 
 def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
@@ -126,79 +148,3 @@ def test_what_was_sent_before_a_rebuild_is_let_go(
     assert all(sent > 0 for sent, _ in found)
     # A rank that is late on a busy machine may find an epoch done by the other one.
     assert all(held and not any(held) for _, held in found)
-
-
-def _barrier(policy: str) -> int:
-    """A barrier at every step of the loop."""
-    model, optimizer, loader = begin(Task(samples=64, batch_size=8), policy=policy)
-    steps = 0
-    try:
-        for x, y, _, _ in loader:
-            elche.barrier()
-            take_step(model, optimizer, x, y)
-            steps += 1
-    finally:
-        elche.barrier() if policy == "sync" else None
-        elche.shutdown()
-    return steps
-
-
-def test_barriers_in_a_loop_of_sync(ranks2: RankPool) -> None:
-    assert ranks2.serve(_barrier, "sync") == [8, 8]
-
-
-def test_a_barrier_in_a_loop_of_cadence_is_refused(ranks2: RankPool) -> None:
-    outcomes = ranks2.run(
-        _barrier, "cadence", case_setup=serve_in_thread, expect_failure=True
-    )
-    texts = [outcome.error.text for outcome in outcomes if outcome.error]
-    assert any("ranks run different numbers of batches" in text for text in texts)
-
-
-def _only_on_rank_0(policy: str, what: str) -> str:
-    """Something that a script does on the main process alone, between epochs."""
-    model, optimizer, loader = begin(Task(samples=32, batch_size=8), policy=policy)
-    first: Any = model.get_submodule("0")
-
-    def train() -> None:
-        for epoch in range(2):
-            for x, y, _, _ in loader:
-                take_step(model, optimizer, x, y)
-            if epoch == 0 and elche.is_main_process():
-                if what == "freeze":
-                    first.requires_grad_(False)
-                else:
-                    first.weight.data.zero_()
-
-    return error_of(train)
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [("freeze", "does not train what rank 0 trains"), ("load", "hold different")],
-)
-def test_changes_on_one_rank_alone_are_refused(
-    ranks2: RankPool, policy: str, what: str, says: str
-) -> None:
-    texts = ranks2.serve(_only_on_rank_0, policy, what)
-    assert all(says in text for text in texts)
-
-
-def _new_head(policy: str) -> dict[str, torch.Tensor]:
-    """A layer replaced between epochs, drawn differently on every rank."""
-    model, optimizer, loader = begin(Task(samples=32, batch_size=8), policy=policy)
-    for epoch in range(2):
-        for x, y, _, _ in loader:
-            take_step(model, optimizer, x, y)
-        if epoch == 0:
-            head = torch.nn.Linear(32, 3)
-            model.register_module("2", head)
-            optimizer.add_param_group({"params": list(head.parameters())})
-    elche.shutdown()
-    return state_of(model)
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_new_layer_is_shared(ranks2: RankPool, policy: str) -> None:
-    assert identical(ranks2.serve(_new_head, policy))

@@ -48,6 +48,7 @@ def gather_in_the_loop() -> dict[str, Any]:
         found["order"].append(rows["parts"][0].tolist())
         assert rows["parts"][1].shape == (len(rows["y"]), 6)
         found["any"].append(elche.any(number == 2 and rank == 1))
+        elche.barrier()
         take_step(model, optimizer, x, y)
     rows = torch.arange(rank * 2)[:, None] + 10 * rank
     found["unequal"] = elche.gather(rows).tolist()
@@ -69,13 +70,20 @@ def test_rows_of_unequal_ranks_come_in_order(ranks2: RankPool) -> None:
     assert found["names"] == (True, False)
 
 
+CALLS: list[tuple[Any, tuple[Any, ...]]] = [
+    (elche.gather, (torch.ones(1),)),
+    (elche.any, (True,)),
+    (elche.barrier, ()),
+]
+
+
 def refuse_in_windows() -> None:
     _, _, loader = begin(TASK, policy="cadence")
     try:
         for _ in loader:
-            for call in (lambda: elche.gather(torch.ones(1)), lambda: elche.any(True)):
-                with pytest.raises(elche.ConfigError, match=r"elche\.\w+ inside the l"):
-                    call()
+            for call, given in CALLS:
+                with pytest.raises(elche.ConfigError, match=r"inside the loop would w"):
+                    call(*given)
             break
     finally:
         elche.shutdown()

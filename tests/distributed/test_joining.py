@@ -23,129 +23,74 @@ SLOW = pytest.mark.slow
 EACH_WAY = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.every(2)
-def test_a_rank_joins_inside_an_epoch(policy: str, tmp_path: Path) -> None:
-    ended(Growing(folder=str(tmp_path), policy=policy))
+LONG: dict[str, Any] = {"samples": 480, "step_s": 0.02}
+Case = tuple[tuple[Death, ...], dict[str, Any]]
+JOINS: list[Case] = [
+    ((), {"policy": "cadence"}),
+    # One that was left alone, whose messages were not encoded meanwhile.
+    (
+        (Death(1, "batch", 6),),
+        {"policy": "async", "called_at": 1, "options": {"codec": "int8"}},
+    ),
+    ((Death(1, "batch", 6),), {"policy": "cadence", "founders": 3, "called_at": 2}),
+    ((Death(2, "regrouped", 1),), {"policy": "cadence"}),
+    ((), {}),
+    # In the middle of an epoch, and not only at its beginning.
+    ((), {**LONG, "loss": "sum"}),
+    # The rest of that epoch is shared out anew, and again with the newcomer.
+    ((Death(1, "forward", 4),), {"founders": 3, "called_at": 2}),
+]
+MORE_JOINS: list[Case] = [
+    ((), {"policy": "async"}),
+    ((), {**LONG, "loss": "weighted"}),
+    ((Death(0, "batch", 6),), {"policy": "async", "founders": 3, "called_at": 2}),
+    ((Death(1, "batch", 6),), {"policy": "cadence", "joiners": 2, "called_at": 1}),
+    *(
+        ((Death(2, place, 1),), {"policy": "cadence"})
+        for place in ("before ready", "after ready", "regrouping", "handed")
+    ),
+    ((Death(2, "before opened", 1),), {"policy": "cadence"}),
+    *(
+        case
+        for policy in ("cadence", "async")
+        for case in (
+            ((), {"policy": policy, "options": {"codec": "fp32", **GLOO}}),
+            ((), {"policy": policy, "options": {"codec": "int4", **GLOO}}),
+            # The next rank hands over; it is the first in the order of samples, too.
+            ((Death(0, "handing", 1),), {"policy": policy, "founders": 3}),
+        )
+    ),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-def test_a_rank_joins_over_gloo(policy: str, codec: str, tmp_path: Path) -> None:
-    options = ("codec", codec), *GLOO.items()
-    ended(Growing(folder=str(tmp_path), policy=policy, options=options))
-
-
-def test_a_rank_joins_with_a_codec_one_that_was_left_alone(tmp_path: Path) -> None:
-    """Whose messages were not encoded meanwhile."""
-    growth = Growing(
-        folder=str(tmp_path),
-        policy="async",
-        deaths=(Death(1, "batch", 6),),
-        called_at=1,
-        options=(("codec", "int8"),),
-    )
-    ended(growth)
+def growing(folder: Path, *deaths: Death, policy: str = "sync", **more: Any) -> Growing:
+    """A run; steps of an epoch of ``sync`` take some hundredths of a second."""
+    usual = {"samples": 94, "batch": BATCH, "step_s": 0.004} if policy == "sync" else {}
+    options = (*more.pop("options", {}).items(),)
+    more = {**usual, **more, "deaths": deaths, "options": options}
+    return Growing(folder=str(folder), policy=policy, **more)
 
 
 @pytest.mark.parametrize(
-    ("policy", "founders", "joiners", "victim"),
-    [
-        ("cadence", 3, 1, 1),
-        pytest.param("async", 3, 1, 0, marks=SLOW),
-        pytest.param("cadence", 2, 2, 1, marks=SLOW),
-    ],
+    ("deaths", "more"),
+    [*JOINS, *(pytest.param(*case, marks=SLOW) for case in MORE_JOINS)],
+    ids=str,
 )
-def test_ranks_join_in_place_of_one_that_died(
-    policy: str, founders: int, joiners: int, victim: int, tmp_path: Path
+def test_a_rank_joins(
+    deaths: tuple[Death, ...], more: dict[str, Any], tmp_path: Path
 ) -> None:
-    growth = Growing(
-        folder=str(tmp_path),
-        policy=policy,
-        founders=founders,
-        joiners=joiners,
-        deaths=(Death(victim, "batch", 6),),
-        called_at=founders - 1,
-    )
-    ended(growth)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_the_rank_that_hands_over_dies(policy: str, tmp_path: Path) -> None:
-    """The next one does; it is the first now, in the order of samples as well."""
-    deaths = (Death(0, "handing", 1),)
-    ended(Growing(folder=str(tmp_path), policy=policy, founders=3, deaths=deaths))
+    """Inside an epoch; also in place of one that died, and where it dies itself."""
+    ended(growing(tmp_path, *deaths, **more))
 
 
 @pytest.mark.slow
 def test_a_rank_joins_where_checkpoints_are_made(tmp_path: Path) -> None:
-    growth = Growing(folder=str(tmp_path), policy="async", saves=True, enough=70)
+    growth = growing(tmp_path, policy="async", saves=True, enough=70)
     first, *_ = ended(growth)  # with all of them for more than an epoch
     newest = CheckpointStore(tmp_path / "checkpoints").newest()
     assert newest is not None
     assert newest.name == f"checkpoint-{first.epochs:08d}"
     assert newest.manifest.world_size == 3
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param("before ready", marks=SLOW),
-        pytest.param("after ready", marks=SLOW),
-        pytest.param("regrouping", marks=SLOW),
-        "regrouped",
-        pytest.param("handed", marks=SLOW),
-        pytest.param("before opened", marks=SLOW),
-    ],
-)
-def test_who_dies_joining_does_not_end_the_run(place: str, tmp_path: Path) -> None:
-    deaths = (Death(2, place, 1),)
-    ended(Growing(folder=str(tmp_path), policy="cadence", deaths=deaths))
-
-
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ("lr", "configuration differs between ranks"),
-        pytest.param("model", "the model differs", marks=SLOW),
-        pytest.param("loop", "elche.epochs(number)", marks=SLOW),
-        pytest.param("", "a fault in the joiner's script", marks=SLOW),
-    ],
-)
-def test_who_runs_another_script_ends_by_name_and_alone(
-    other: str, says: str, tmp_path: Path
-) -> None:
-    growth = Growing(
-        folder=str(tmp_path), policy="cadence", other=other, raises=not other
-    )
-    assert len(ended(growth, 2)) == 2
-    assert says in growth.sign(2).read_text()
-
-
-def growing(folder: Path, *deaths: Death, **more: Any) -> Growing:
-    """Of steps; those of an epoch take some hundredths of a second."""
-    usual: dict[str, Any] = {"samples": 94, "batch": BATCH, "step_s": 0.004}
-    options = (*more.pop("options", {}).items(),)
-    more = {**usual, **more, "deaths": deaths, "options": options}
-    return Growing(folder=str(folder), **more)
-
-
-def test_a_rank_joins_steps(tmp_path: Path) -> None:
-    ended(growing(tmp_path))
-
-
-@pytest.mark.parametrize("loss", ["sum", "weighted"])
-@pytest.mark.every(2)
-def test_a_rank_joins_steps_of_other_losses(loss: str, tmp_path: Path) -> None:
-    """In the middle of an epoch, and not only at its beginning."""
-    ended(growing(tmp_path, loss=loss, samples=480, step_s=0.02))
-
-
-def test_a_rank_joins_steps_in_place_of_one_that_died(tmp_path: Path) -> None:
-    """The rest of that epoch is shared out anew, and again with the newcomer."""
-    ended(growing(tmp_path, Death(1, "forward", 4), founders=3, called_at=2))
 
 
 @pytest.mark.slow
@@ -190,17 +135,24 @@ def test_all_take_part_again_where_a_rank_was_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
+        ({"policy": "cadence", "other": "lr"}, "configuration differs between ranks"),
         ({"accumulate": 2}, "not followed by a step of every optimizer"),
         (
-            {"early": True, "samples": 480, "step_s": 0.03},
+            {**LONG, "early": True, "step_s": 0.03},
             "the next batch is asked for before the backward pass",
         ),
-        pytest.param(
-            {"freezes": True}, "would train other parameters", marks=pytest.mark.slow
+        *(
+            pytest.param(fault, says, marks=SLOW)
+            for fault, says in (
+                ({"policy": "cadence", "other": "model"}, "the model differs"),
+                ({"policy": "cadence", "other": "loop"}, "elche.epochs(number)"),
+                ({"policy": "cadence", "raises": True}, "a fault in the joiner's"),
+                ({"raises": True}, "a fault in the joiner's"),
+                ({"freezes": True}, "would train other parameters"),
+            )
         ),
-        pytest.param({"raises": True}, "a fault in the", marks=pytest.mark.slow),
     ],
-    ids=["accumulates", "early", "freezes", "raises"],
+    ids=str,
 )
 def test_who_cannot_join_ends_by_name_and_alone(
     fault: dict[str, Any], says: str, tmp_path: Path
@@ -223,7 +175,7 @@ def test_a_rank_joins_under_auto(
     tmp_path: Path,
 ) -> None:
     wanted(*choices)
-    growth = Growing(folder=str(tmp_path), policy="auto", called_in=called_in)
+    growth = growing(tmp_path, policy="auto", called_in=called_in)
     assert ended(growth)[-1].policies == [called_in]
 
 
@@ -232,7 +184,7 @@ def test_a_rank_joins_where_one_trains_alone(
 ) -> None:
     """Which is not the first one; all go back to steps with its optimizer's state."""
     wanted(ALONE, STEPS)
-    growth = Growing(folder=str(tmp_path), policy="auto", called_in="async")
+    growth = growing(tmp_path, policy="auto", called_in="async")
     _, second, newcomer = ended(growth)
     assert newcomer.policies == ["sync"]
     assert second.policies == ["sync", "async", "sync"]
@@ -250,14 +202,6 @@ def test_ranks_join_under_auto_in_place_of_one_that_died(
     tmp_path: Path,
 ) -> None:
     wanted(STEPS if called_in == "sync" else WINDOWS)
-    growth = Growing(
-        folder=str(tmp_path),
-        policy="auto",
-        founders=3,
-        joiners=2,
-        deaths=(Death(victim, "batch", 12),),
-        called_at=2,
-        called_in=called_in,
-        options=(*options.items(),),
-    )
-    ended(growth)
+    more = {"founders": 3, "joiners": 2, "called_at": 2, "called_in": called_in}
+    death = Death(victim, "batch", 12)
+    ended(growing(tmp_path, death, policy="auto", options=options, **more))

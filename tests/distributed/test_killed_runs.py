@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from tests.distributed.cases.resume_cases import train, train_until_killed
 from tests.distributed.cases.tasks import Task, identical
+from tests.harness.printing import started
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -25,60 +24,24 @@ UNEQUAL = [
     {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "1"},
     {"ELCHE_SPEED": "0.5", "ELCHE_MS_PER_SAMPLE": "1"},
 ]
-ROOT = Path(__file__).parents[2]
-
-
-def start(
-    folder: Path, policy: str, epochs: int, samples: int, every_s: float, *more: str
-) -> subprocess.Popen[str]:
-    """The script on two ranks, with a process group of its own."""
-    options = f"--speeds 1,0.5 --policy {policy} --resume --checkpoint-dir {folder}"
-    words = [*options.split(), "--checkpoint-every", str(every_s), str(SCRIPT)]
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "elche", "run", *words),
-            *(str(folder), str(epochs), str(samples), *more),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-    )
-
-
-def wait_for_batches(process: subprocess.Popen[str], count: int) -> int:
-    """Reads so many batches of a run, or to its end; returns how many there were."""
-    assert process.stdout is not None
-    for number in range(count):
-        if not process.stdout.readline():
-            return number
-    return count
-
-
-def assert_once(folder: Path, epochs: int, samples: int) -> None:
-    pairs: list[tuple[int, int]] = []
-    for rank in range(2):
-        pairs += map(tuple, json.loads((folder / f"seen{rank}.json").read_text()))
-    assert Counter(pairs) == Counter(
-        {(epoch, at): 1 for epoch in range(epochs) for at in range(samples)}
-    )
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_sigterm_makes_a_last_checkpoint(policy: str, tmp_path: Path) -> None:
     """The run ends with 143, and goes on from there."""
-    process = start(tmp_path, policy, 2, 400, 600.0)
-    assert wait_for_batches(process, 12) == 12
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 143, errors
-    assert not (tmp_path / "end.pt").exists()
-    assert len(list(tmp_path.glob("checkpoint-*/manifest.json"))) == 1
-    again = start(tmp_path, policy, 2, 400, 600.0)
-    _, errors = again.communicate(timeout=120)
-    assert again.returncode == 0, errors
-    assert_once(tmp_path, 2, 400)
+    words = f"-m elche run --speeds 1,0.5 --policy {policy} --checkpoint-every 600"
+    words += f" --resume --checkpoint-dir {tmp_path}/all {SCRIPT} {tmp_path}"
+    command = [sys.executable, *words.split()]
+    with started(tmp_path, command) as [run]:
+        run.wait_for("batch", 12)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 143, run.output
+    assert not [*tmp_path.glob("seen*")]
+    assert len([*tmp_path.glob("all/checkpoint-*/manifest.json")]) == 1
+    with started(tmp_path, command) as [run]:
+        assert run.end() == 0, run.output
+    pairs = [p for file in tmp_path.glob("seen*") for p in json.loads(file.read_text())]
+    assert sorted(pairs) == [[epoch, at] for epoch in range(2) for at in range(400)]
 
 
 @pytest.mark.timeout(1800)

@@ -39,7 +39,6 @@ pytestmark = pytest.mark.distributed
 STEPS, BATCH = 40, 12
 SLOW, SLOW_S, SLOW_EPOCHS, EPOCHS = 1, 0.1, 2, 4
 SAMPLE_S = 0.001
-IS_TRIAL_DUE: Any = ExcludedRanks.is_trial_due
 FAST_FROM = 0
 """The slow rank is fast where fewer steps of an epoch are left."""
 
@@ -82,7 +81,7 @@ def _train(found: Found, task: Task, kind: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
     for epoch in range(EPOCHS):
         steps: list[list[int]] = []
-        for number, (x, y, index, _) in enumerate(loader):
+        for x, y, index, _ in loader:
             if kind == "scaler":
                 scaler.scale(F.cross_entropy(model(x), y)).backward()
                 scaler.step(optimizer)
@@ -91,11 +90,6 @@ def _train(found: Found, task: Task, kind: str) -> None:
                 if epoch == 2 and elche.rank() != SLOW:
                     found.left_with = held(model)
                     break
-            elif kind == "accumulate":
-                F.cross_entropy(model(x), y).backward()
-                if number % 4 == 3:
-                    optimizer.step()
-                    optimizer.zero_grad()
             else:
                 take_step(model, optimizer, x, y)
                 average.update_parameters(model)
@@ -110,8 +104,6 @@ def _train(found: Found, task: Task, kind: str) -> None:
                 if elche.rank() == SLOW:
                     run.worker.timeout_s = 3.0  # where it waits for grants
                 time.sleep(0.12)
-            if kind == "barrier" and len(steps) == STEPS // 2:
-                elche.barrier()
         run.worker.timeout_s = 100.0
         found.steps.append(steps)
         found.progress.append(elche.progress_samples())
@@ -273,25 +265,6 @@ def test_a_rank_returns_within_the_epoch_where_all_state_is_copied(
     check_whole(ranks)
 
 
-def test_no_rank_returns_within_an_epoch_where_gradients_are_accumulated(
-    ranks3: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its count of the epoch's batches is behind: it would step after others."""
-
-    def is_due(ranks: ExcludedRanks) -> bool:
-        return ranks._steps_left < STEPS // 2 and bool(IS_TRIAL_DUE.fget(ranks))
-
-    monkeypatch.setattr(ExcludedRanks, "is_trial_due", property(is_due))
-    monkeypatch.setattr(sys.modules[__name__], "FAST_FROM", STEPS // 2)
-    ranks = ranks3.serve(train, task_of(), kind="accumulate")
-    assert [rank.error for rank in ranks] == [""] * 3
-    assert sizes(ranks[SLOW])[0] < STEPS // 2
-    assert sizes(ranks[SLOW])[-1] == STEPS
-    for epoch in range(EPOCHS):
-        assert identical([rank.states[epoch] for rank in ranks])
-    check_whole(ranks)
-
-
 def test_auto_leaves_out_at_once_whom_its_choice_does_without(
     ranks3: RankPool, wanted: Callable[..., None]
 ) -> None:
@@ -340,11 +313,3 @@ def test_a_rank_that_has_left_for_good_is_no_source_where_the_others_break_off(
 def test_it_waits_longer_than_for_anything_else(ranks2: RankPool) -> None:
     task = task_of()
     check(ranks2.serve(train, task, kind="long"), task)
-
-
-def test_a_barrier_in_the_loop_names_the_rank_that_does_not_come(
-    ranks2: RankPool,
-) -> None:
-    ranks = ranks2.serve(train, task_of(), kind="barrier")
-    assert "ranks [1] are excluded from steps" in ranks[0].error
-    assert "elche.barrier() inside the loop waits for every rank" in ranks[1].error

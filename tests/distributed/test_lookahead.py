@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -58,6 +59,11 @@ REFUSED = [
     (Look("listed", "labels kept", policy="async"), UNCLEAR),
     (Look("plain", "peeked, backward", policy="async"), SWAP),
     (Look("plain", "peeked, backward", policy="gradients"), SWAP),
+    # Ranks that run other passes are told what to write.
+    *(
+        (Look("plain", body, sizes=EQUAL), r"ConfigError: .*if elche\.any\(is_bad\)")
+        for body in ("far apart", "last ones", "alone at the end", "uneven inside")
+    ),
 ]
 
 
@@ -67,17 +73,6 @@ def test_a_pass_of_an_unknown_batch_is_refused(
 ) -> None:
     for [one] in ranks2.serve(on_ranks, [look]):
         assert re.search(says, one.error), one.error
-
-
-@pytest.mark.parametrize(
-    "body", ["far apart", "last ones", "alone at the end", "uneven inside"]
-)
-def test_ranks_that_run_other_passes_are_told_what_to_write(
-    ranks2: RankPool, body: str
-) -> None:
-    looks = [Look("plain", body, sizes=EQUAL)]
-    for [one] in ranks2.serve(on_ranks, looks):
-        assert re.search(r"ConfigError: .*if elche\.any\(is_bad\)", one.error), one
 
 
 def test_a_batch_may_be_looked_at_before_the_loop(ranks2: RankPool) -> None:
@@ -97,19 +92,18 @@ def test_a_loader_is_iterated_once_at_a_time(ranks2: RankPool, policy: str) -> N
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_held_iterator_is_said_where_models_differ(
-    ranks2: RankPool, policy: str
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        # ``next(it)`` a few times, then ``torch.save``: in windows a rank's own model.
+        (held_at_the_end, "still held"),
+        # The last group of batches.
+        (accumulated, "took no optimizer step"),
+    ],
+)
+def test_what_parts_ranks_in_windows_is_said(
+    ranks2: RankPool, case: Callable[[str], list[str]], text: str, policy: str
 ) -> None:
-    """``next(it)`` a few times, then ``torch.save``: in windows a rank's own model."""
-    for lines in ranks2.serve(held_at_the_end, policy):
-        said = [line for line in lines if "still held" in line]
-        assert len(said) == (policy == "async"), lines
-
-
-@pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_last_group_that_is_not_stepped_is_said(
-    ranks2: RankPool, policy: str
-) -> None:
-    for lines in ranks2.serve(accumulated, policy):
-        said = [line for line in lines if "took no optimizer step" in line]
+    for lines in ranks2.serve(case, policy):
+        said = [line for line in lines if text in line]
         assert len(said) == (policy == "async"), lines

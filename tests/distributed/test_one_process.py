@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from elche.comm.transport.host_exchange import HostExchange
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from tests.distributed.cases.one_process import local_batches, replay
 from tests.distributed.cases.tasks import (
     Task,
+    Trace,
     build,
     difference,
     identical,
@@ -25,6 +27,7 @@ from tests.distributed.cases.tasks import (
     positions,
     shared,
 )
+from tests.distributed.test_host_sums import CAP_MB, by_hosts, of
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
 from tests.harness.window_record import Window, WindowRecord
@@ -35,7 +38,7 @@ Case = dict[str, Any]
 FACTORS: dict[str, Sequence[Any]] = {
     "way": ("sync", "gradients", "cadence", "async"),
     "world_size": (2, 3, 4),
-    "transport": ("auto", "gloo"),
+    "transport": ("auto", "gloo", "hosts"),
     "codec": ("fp32", "bf16", "int8", "int4"),
     "outer": ("auto", "average", "nesterov", "slowmo"),
     "dtype": ("float32", "float64"),
@@ -46,6 +49,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "weighs": (False, True),
 }
 OF_AVERAGES = ("codec", "outer")
+HOSTS = {3: "aab", 4: "abba"}
 BOUNDS = {"fp32": 2e-6, "bf16": 5e-3, "int8": 2e-2, "int4": 0.1}
 """Relative L2 difference of the model at the end, in float32."""
 ENCODED = 2.1e-6
@@ -55,7 +59,10 @@ ENCODED = 2.1e-6
 def task_of(case: Case, **more: Any) -> Task:
     way = case["way"]
     options = {"policy": "cadence" if way == "gradients" else way}
-    options["transport"] = case["transport"]
+    if case["transport"] == "hosts":
+        options["bucket_cap_mb"] = CAP_MB
+    else:
+        options["transport"] = case["transport"]
     if way != "sync":
         options["max_anchor"] = 2
     if case["planned"]:
@@ -96,6 +103,9 @@ def is_whole(case: Case) -> bool:
 def is_possible(case: Case) -> bool:
     """Whether the settings go together, and one process can do the same."""
     way, loop = case["way"], case["loop"]
+    is_flat = way == "async" or case["world_size"] == 2 or case["codec"] != "fp32"
+    if case["transport"] == "hosts" and is_flat:
+        return False  # nothing is summed inside a host first
     try:
         RunConfig(**nested(task_of(case).options))
     except ConfigError:
@@ -160,7 +170,7 @@ def pairwise() -> list[Case]:
 def check(ranks: RankPool, case: Case) -> None:
     """Runs it, and compares it with one process."""
     record, task = WindowRecord(), task_of(case)
-    traces = ranks.run(shared, task, case_setup=record.serve)
+    traces = trained(ranks, case, task, record)
     assert identical([trace.state for trace in traces])
     for epoch in range(task.epochs):
         assert positions(traces, epoch) == list(range(task.samples))
@@ -172,6 +182,18 @@ def check(ranks: RankPool, case: Case) -> None:
     apart = difference(traces[0].state, known)
     assert apart <= bound_of(case)
     assert apart > ENCODED or case["codec"] == "fp32"
+
+
+def trained(
+    ranks: RankPool, case: Case, task: Task, record: WindowRecord
+) -> list[Trace]:
+    """The task on ranks; those of several hosts have summed inside these first."""
+    if case["transport"] != "hosts":
+        return ranks.run(shared, task, case_setup=record.serve)
+    env = of(HOSTS[case["world_size"]])
+    found = ranks.run(by_hosts, task, case_setup=record.serve, env=env)
+    assert all(kinds == {HostExchange.__name__} for _, kinds in found)
+    return [trace for trace, _ in found]
 
 
 def check_plans(case: Case, task: Task, epochs: list[list[Window]]) -> None:

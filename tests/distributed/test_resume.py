@@ -28,20 +28,19 @@ def asking(policy: str, **options: object) -> Task:
     return dataclasses.replace(TASK, options={"policy": policy, **options})
 
 
-def seen_before(folder: Path) -> list[tuple[int, int]]:
-    """What all ranks had trained on when the newest checkpoint was made."""
+def seen_before(
+    folder: Path, ranks: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """What these ranks, or all, had trained on when the newest checkpoint was made."""
     found = CheckpointStore(folder).newest()
     assert found is not None
-    ranks = range(found.manifest.world_size)
-    states = [found.of_rank(rank)["free"] or {} for rank in ranks]
-    bound = [
-        (found.of_rank(rank)["bound"] or {}).get("registered", {}) for rank in ranks
+    everyone = range(found.manifest.world_size)
+    held = [found.of_rank(rank) for rank in (everyone if ranks is None else ranks)]
+    states = [
+        {**(each["bound"] or {}).get("registered", {}), **(each["free"] or {})}
+        for each in held
     ]
-    return [
-        (epoch, index)
-        for free, own in zip(states, bound, strict=True)
-        for epoch, index in {**own, **free}["seen"]["pairs"]
-    ]
+    return [(epoch, at) for each in states for epoch, at in each["seen"]["pairs"]]
 
 
 def assert_once(pairs: Sequence[tuple[int, int]], epochs: int) -> None:
@@ -83,48 +82,52 @@ def alone(folder: Path, task: Task = TASK, *args: object) -> Trained:
     return train(dataclasses.replace(task, options={}), str(folder), *args)  # type: ignore[arg-type]
 
 
-def test_one_device_resumes_bit_for_bit(tmp_path: Path) -> None:
-    first = alone(tmp_path / "a", TASK, (37,), False, 0.2)
-    assert_once(first.pairs, 3)
-    assert len(seen_before(tmp_path / "a")) == 37 * 8 - 5
-    again = alone(tmp_path / "a", TASK, (), True, 0.2)
-    assert again.epochs == [1, 2]
-    assert identical([first.state, again.state])
-    assert (first.pairs, first.draws) == (again.pairs, again.draws)
-    assert again.progress == first.progress == 3 * 26
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_whose_backward_pass_was_to_come_is_trained_on_again(
-    ranks2: RankPool, ranks: int, tmp_path: Path
+@pytest.mark.parametrize(("ranks", "early"), [(1, False), (1, True), (2, True)])
+def test_one_device_or_an_early_loop_resumes_bit_for_bit(
+    ranks2: RankPool, ranks: int, early: bool, tmp_path: Path
 ) -> None:
-    """Its gradient was lost with the process, and it counted as done."""
+    """A batch whose backward pass was to come is trained on again.
+
+    Its gradient was lost with the process, and it counted as done.
+    """
     options = {"policy": "sync", "deterministic": True} if ranks == 2 else {}
     task, folder = dataclasses.replace(TASK, options=options), str(tmp_path)
 
     def run(saves: tuple[int, ...], resumes: bool) -> list[Trained]:
-        given = task, folder, saves, resumes
+        given = task, folder, saves, resumes, 0.0 if early else 0.2
         if ranks == 1:
-            return [train(*given, early=True)]
-        return ranks2.serve(train, *given, early=True)
+            return [train(*given, early=early)]
+        return ranks2.serve(train, *given, early=early)
 
     first = run((37,), False)
     assert_once(all_pairs(first), 3)
+    assert early or len(seen_before(tmp_path)) == 37 * 8 - 5
     again = run((), True)
     assert_once(all_pairs(again), 3)
     for one, other in zip(first, again, strict=True):
         assert identical([one.state, other.state])
+        assert early or (one.pairs, one.draws) == (other.pairs, other.draws)
         assert other.progress == one.progress == 3 * 26
+        assert other.epochs == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("policy", "saved_by"), [("sync", 1), ("sync", 2), ("cadence", 2)]
+    ("policy", "saved_by"),
+    [
+        *(("sync", 1), ("sync", 2), ("cadence", 2)),
+        *(
+            pytest.param(policy, ranks, marks=pytest.mark.slow)
+            for policy in ("cadence", "async", "auto")
+            for ranks in (1, 2)
+        ),
+    ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(
     ranks2: RankPool, policy: str, saved_by: int, tmp_path: Path
 ) -> None:
     """Under ``sync`` it is what one process would have trained, to rounding."""
-    folder, task = str(tmp_path), asking(policy)
+    folder = str(tmp_path)
+    task = asking(policy, leave_out=policy != "auto")  # rank 0 asks in its loop
     if saved_by == 1:
         alone(tmp_path, TASK, (30,))
     else:
@@ -135,10 +138,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         own = [pair for rank in again for pair in rank.pairs]
     else:
         again = [alone(tmp_path, TASK, (), True)]
-        lost = CheckpointStore(tmp_path).newest()
-        assert lost is not None
-        other = lost.of_rank(1)["free"] or lost.of_rank(1)["bound"]["registered"]
-        own = again[0].pairs + [tuple(pair) for pair in other["seen"]["pairs"]]
+        own = again[0].pairs + seen_before(tmp_path, [1])
     assert_once(own, 3)
     assert len(before) < len(own)
     assert [rank.progress for rank in again] == [3 * 26] * len(again)
@@ -182,33 +182,6 @@ def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
     store, complete = CheckpointStore(tmp_path), tmp_path.glob("*/manifest.json")
     found = [store.open(path.parent.name).manifest.info for path in complete]
     assert any(2000 < info["samples"] < 4000 for info in found)  # after its last batch
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", [*POLICIES, "auto"])
-def test_three_ranks_then_two_then_four(policy: str, tmp_path: Path) -> None:
-    """Every sample of each epoch once, whichever rank had it."""
-    task, pairs, was = asking(policy, leave_out=False), [], 0  # rank 0 asks in its loop
-    draws = random.Random(policy)
-    for world_size in (3, 2, 4):
-        with RankPool(world_size) as pool:
-            saves = (draws.randrange(4, 9),) if world_size != 4 else ()
-            ranks = pool.serve(train, task, str(tmp_path), saves, was > 0)
-        if saves:
-            stopped = seen_before(tmp_path)
-            kept = [rank.pairs for rank in ranks]
-            assert len(stopped) < sum(map(len, kept))
-            found = CheckpointStore(tmp_path).newest()
-            assert found is not None
-            lost = range(4 if world_size == 2 else 2, world_size)
-            for rank in lost:
-                own = found.of_rank(rank)
-                state = own["free"] or own["bound"]["registered"]
-                pairs += [tuple(pair) for pair in state["seen"]["pairs"]]
-        was = world_size
-    pairs += all_pairs(ranks)
-    assert_once(pairs, 3)
-    assert identical([rank.state for rank in ranks])
 
 
 @pytest.mark.slow

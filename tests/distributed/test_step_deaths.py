@@ -1,4 +1,7 @@
-"""Ranks that die under ``sync``: the others go on as one process would have."""
+"""Ranks that die under ``sync``: the others go on as one process would have.
+
+Of several hosts, whose gradients are summed there first, too.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,11 @@ from elche.coordination.sync.left_out import ExcludedRanks, _Exclusion
 from elche.coordination.sync.step_reports import RATE_MOVES
 from elche.coordination.sync.sync_policy import SyncPolicy
 from tests.distributed.cases.counting import rows_of
-from tests.distributed.cases.deaths import PART_PLACES, Death
+from tests.distributed.cases.deaths import HOST_PLACES, PART_PLACES, Death
 from tests.distributed.cases.step_deaths import (
     BATCH,
     Loop,
     Trained,
-    leave_after,
     reference,
     steps_of,
     train,
@@ -35,6 +37,13 @@ from tests.harness.fenced import run_fenced, survivors_of
 pytestmark = pytest.mark.distributed
 
 GLOO = {"transport": {"kind": "gloo", "bucket_cap_mb": 0.0002}}
+WAYS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "gloo": {"options": GLOO},
+    "hosts": {"ranks": 4, "hosts": "aabb"},
+}
+SHARED_OR_GLOO = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+NEAR = WAYS["shared"], WAYS["gloo"]
 PLACES = {
     "load": 10,
     "forward": 4,
@@ -101,36 +110,88 @@ def outlive_each(
         assert outlive(folder, Death(rank, place, at), **more) == 0
 
 
-@pytest.mark.parametrize(
-    ("place", "early"),
-    [
-        *((place, False) for place in ("forward", "backward", "step")),
-        *((place, True) for place in ("fetched", "last bucket")),
-    ],
-)
+LEADERS_ALONE = {"summing a host", "host summed", "handing on"}
+LATE: dict[str, Any] = {"ranks": 4, "late": 1, "late_at": 4}
+"""A rank lacks the sums that another one has, of the step after which a rank dies."""
+LATE_OF_A_HOST = {**LATE, "hosts": "aabb", "clip": 0.1}
+PASSES: dict[str, Any] = {"passes": 2, "epochs": 1}
+PAUSE: dict[str, Any] = {"saves_at": 3, "samples": 1200, "step_s": 0.004}
+ORDERED = {"_end_first": 1, "ordered": 1, "_reorder": 1, "built": 4}
+"""While buckets are ordered, or made in that order, which are two."""
+OF_HOSTS = {"ranks": 4, "hosts": "abba"}
+CASES: list[tuple[Death, dict[str, Any]]] = [
+    *((Death(2, place, 4), {}) for place in ("forward", "backward", "step")),
+    *((Death(2, place, 4), {"early": True}) for place in ("fetched", "last bucket")),
+    # Also where their holder has changed sums in place meanwhile.
+    (Death(2, "step", 4), {**LATE, "clip": 0.1, "options": GLOO}),
+    (Death(2, "step", 4), {**LATE, "clip": 0.1}),
+    (Death(2, "step", 4), {**LATE, "early": True, "options": GLOO}),
+    (Death(2, "step", 4), {**LATE, "clip": 0.1, "parts": True}),
+    (Death(2, "step", 4), {**LATE, "early": True}),
+    *((Death(2, "step", 4), {**LATE, "loss": loss}) for loss in ("sum", "weighted")),
+    # The pause has begun, also for one that reads both at once: it takes part in it.
+    (Death(2, "pausing", 1), {**PAUSE, "together": 1}),
+    (Death(3, "step", 4), {**LATE_OF_A_HOST, "late": 1}),
+    # From a host that has begun with the next, and changed these in place.
+    (Death(3, "step", 4), {**LATE_OF_A_HOST, "late": 2}),
+    # In the first backward pass.
+    *((Death(2, *each), way) for each in ORDERED.items() for way in NEAR),
+    # Its samples are in the passes of the step that have closed, and count.
+    (Death(2, "closed", 5), {**PASSES, "is_apart": True}),
+    (Death(2, "passed", 5), {**PASSES, "is_apart": True}),
+    (Death(2, "closed", 6), PASSES),
+    (Death(2, "last bucket", 6), {**PASSES, "is_apart": True}),
+    (Death(2, "backward", 5), PASSES),
+    *((Death(2, "last bucket", 4), {"loss": loss}) for loss in ("weighted", "sum")),
+    # A buffer that is first written in the step goes in a message of its own.
+    (Death(2, "last bucket", 4), {"late_buffer": 4, **WAYS["gloo"]}),
+    (Death(2, "buffers", 6), {"late_buffer": 4, **WAYS["gloo"]}),
+    # One that leads no host, a leader, the first rank.
+    (Death(3, "offered", 6), WAYS["hosts"]),
+    (Death(2, "handing on", 6), WAYS["hosts"]),
+    (Death(0, "host summed", 7), WAYS["hosts"]),
+]
+LOOPS: list[dict[str, Any]] = [
+    {"workers": 2},
+    {"optimizers": 2},
+    {"loss": "weighted", "accumulate": 2},
+    *(
+        {**hosts, **more}
+        for hosts in ({}, {**OF_HOSTS, "rank": 1}, {**OF_HOSTS, "rank": 2})
+        for more in (
+            *({"accumulate": 3}, {"clip": 0.1}, {"scaler": True}),
+            {"early": True, "workers": 1},
+        )
+    ),
+    *({**OF_HOSTS, "loss": loss} for loss in ("weighted", "sum")),
+]
+
+
+@pytest.mark.parametrize(("death", "more"), CASES, ids=str)
 @pytest.mark.every(2)
-def test_a_death_is_outlived(place: str, early: bool, tmp_path: Path) -> None:
-    """Also by a loop that fetches the next batch early."""
-    assert outlive(tmp_path, Death(2, place, 4), early=early) == 0
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"clip": 0.1},
-        {"clip": 0.1, "parts": True},
-        pytest.param({"clip": 0.1, "options": GLOO}, marks=pytest.mark.slow),
-        pytest.param({"early": True}, marks=pytest.mark.slow),
-        pytest.param({"early": True, "options": GLOO}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_who_lacks_sums_that_another_has_takes_them(
-    more: dict[str, Any], tmp_path: Path
+def test_a_death_is_outlived(
+    death: Death, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also where their holder has changed them in place meanwhile."""
-    dead = Death(2, "step", 4)
-    assert outlive(tmp_path, dead, ranks=4, late=1, late_at=4, **more) == 0
+    assert outlive(tmp_path, death, **more) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", LOOPS, ids=str)
+def test_loops(more: dict[str, Any], tmp_path: Path) -> None:
+    places = {"offered": 8} if "hosts" in more else {"forward": 5, "backward": 5}
+    outlive_each(tmp_path, places | {"step": 5}, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_deaths_in_the_first_backward_pass(way: str, tmp_path: Path) -> None:
+    places = {**ORDERED, "first bucket": 2, "last bucket": 1, "closed": 1, "passed": 1}
+    outlive_each(tmp_path, places, rank=2, **WAYS[way])
+
+
+def test_the_death_of_a_host_is_outlived(tmp_path: Path) -> None:
+    deaths = Death(2, "forward", 4), Death(3, "forward", 4)
+    assert outlive(tmp_path, *deaths, **WAYS["hosts"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -148,52 +209,61 @@ def test_a_death_beside_a_part_of_a_sum(place: str, at: int, tmp_path: Path) -> 
     assert outlive(tmp_path, Death(2, place, at), ranks=4, parts=True) <= 1
 
 
-def test_a_pause_has_begun_when_a_rank_dies_in_it(tmp_path: Path) -> None:
-    """Also for one that reads both at once: it takes part in the pause."""
-    dead = Death(2, "pausing", 1)
-    more = {"saves_at": 3, "together": 1, "samples": 1200, "step_s": 0.004}
-    assert outlive(tmp_path, dead, **more) == 0
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.every(2)
-def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(ranks: int) -> None:
+def test_a_loop_may_leave_the_epoch_in_which_a_rank_has_died(
+    ranks: int, tmp_path: Path
+) -> None:
     """Before that pauses: all have run what they had begun."""
-    loop = Loop("", deaths=(Death(1, "forward", 4),))
-    outcomes, lost = run_fenced(ranks, leave_after, loop)
-    assert lost == [1], "the fault did not happen"
-    survivors = [each for each in outcomes if each.rank != 1]
-    assert not [each.error for each in survivors if each.error]
-    first, second = survivors[0].value
-    assert all(each.value == survivors[0].value for each in survivors)
-    assert 4 * BATCH < first[0] <= 5 * BATCH
-    assert first[0] == first[1]
-    assert second[:2] == (loop.samples, first[0] + loop.samples)
+    loop = Loop(str(tmp_path), deaths=(Death(1, "forward", 4),), leaves=True)
+    survivors: list[Trained] = survivors_of(*run_fenced(ranks, train, loop), [1])
+    assert identical([each.state for each in survivors])
+    for each in survivors:
+        first, second = each.samples
+        assert 3 * BATCH < first <= 4 * BATCH
+        assert second == loop.samples
+        assert each.progress == first + second
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("early", [False, True], ids=["plain", "early"])
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"ranks": ranks, "early": early} for ranks in (2, 4) for early in (0, 1)),
+        *({"loss": loss} for loss in ("weighted", "sum")),
+    ],
+    ids=str,
+)
+@SHARED_OR_GLOO
 def test_deaths_at_every_place(
-    ranks: int, options: dict[str, Any], early: bool, tmp_path: Path
+    options: dict[str, Any], more: dict[str, Any], tmp_path: Path
 ) -> None:
-    places = {**PLACES, "fetched": 4} if early else {**PLACES, "between": 1}
-    outlive_each(tmp_path, places, ranks=ranks, options=options, early=early)
+    places = {"fetched": 4} if more.get("early") else {"between": 1, "_reorder": 1}
+    outlive_each(tmp_path, PLACES | places, options=options, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_deaths_at_every_place_of_a_host(rank: int, tmp_path: Path) -> None:
+    places = HOST_PLACES.keys() - (LEADERS_ALONE if rank % 2 else set())
+    for at in (6, 7):  # another bucket
+        (folder := tmp_path / str(at)).mkdir()
+        outlive_each(folder, dict.fromkeys(places, at), rank, **WAYS["hosts"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_death_while_sums_are_handed_over(at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["gloo", "hosts"])
+def test_a_death_while_sums_are_handed_over(way: str, at: int, tmp_path: Path) -> None:
     """Who has them still has them when another group has been formed."""
     deaths = Death(2, "step", 4), Death(3, "taken over", at)
-    more = {"ranks": 4, "late": 1, "late_at": 4, "options": GLOO}
-    assert outlive(tmp_path, *deaths, **more) == 0
+    assert outlive(tmp_path, *deaths, **{**WAYS[way], **LATE}) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@SHARED_OR_GLOO
 def test_two_deaths(options: dict[str, Any], tmp_path: Path) -> None:
     for number, (place, at) in enumerate(
         [("forward", 6), ("regrouping", 1), ("formed", 1), ("forward", 5)]
@@ -204,55 +274,32 @@ def test_two_deaths(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_dead_for_good(tmp_path: Path) -> None:
-    assert outlive(tmp_path, Death(2, "stopped", 0.1), step_s=0.03) <= 1
-
-
-@pytest.mark.slow
 def test_what_is_left_of_the_last_step_is_one_more(tmp_path: Path) -> None:
     assert outlive(tmp_path, Death(2, "forward", 8)) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "backward", "step"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"accumulate": 3},
-        {"clip": 0.1},
-        {"workers": 2},
-        {"scaler": True},
-        {"optimizers": 2},
-        {"early": True, "workers": 1},
-        {"loss": "weighted", "accumulate": 2},
-        {"loss": "weighted", "options": GLOO},
-        {"loss": "sum", "options": GLOO},
-    ],
-    ids=str,
-)
-def test_loops(place: str, more: dict[str, Any], tmp_path: Path) -> None:
-    assert outlive(tmp_path, Death(1, place, 5), **more) == 0
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-def test_deaths_at_random_moments(options: dict[str, Any], tmp_path: Path) -> None:
-    draws = random.Random(repr(options))
+@pytest.mark.parametrize("way", WAYS)
+def test_deaths_at_random_moments(way: str, tmp_path: Path) -> None:
+    draws = random.Random(way)
     places = ["forward", "backward", "closed", "step"]
     for number in range(16):
         (folder := tmp_path / str(number)).mkdir()
-        victims = draws.sample((1, 2, 3), draws.choice((1, 2)))
+        is_timed = number % 2 == 0 or way == "hosts"
+        more = {**WAYS[way], "ranks": 4, "step_s": 0.03 * is_timed}
+        if way == "hosts":
+            more["hosts"] = draws.choice(["aabb", "aaab", "abbb", "abab", "aabc"])
+        victims = draws.sample(range(way != "hosts", 4), draws.choice((1, 2)))
         times = sorted(draws.sample(range(1, 16), len(victims)))
         deaths = [
-            Death(rank, draws.choice(places), at)
-            if number % 2
-            else Death(rank, "time", at / 40)
+            Death(rank, "time", at / 40)
+            if is_timed
+            else Death(rank, draws.choice(places), at)
             for rank, at in zip(victims, times, strict=True)
         ]
-        print(options, deaths)
-        more = {"options": options, "step_s": 0.03 * (1 - number % 2)}
-        outlive(folder, *deaths, ranks=4, **more)
+        print(deaths, more)
+        outlive(folder, *deaths, **more)
 
 
 def test_the_next_rank_reports_for_the_first_one(tmp_path: Path) -> None:
@@ -311,84 +358,10 @@ def test_a_death_while_a_rank_is_left_out(
     assert steps[1] < steps[0], "it was not left out"
 
 
-@pytest.mark.slow
-def test_a_death_where_others_come_back_to_steps_ends_the_run_by_name(
-    tmp_path: Path,
-) -> None:
-    """Some have heard that a rank takes part again, and some have not."""
-    deaths = Death(0, "step", 5), Death(2, "keys", 5)
-    more = {"samples": 480, "epochs": 5, "slow": 3, "step_s": 0.03}
-    options = ("leave_out", True), ("epochs", 5)
-    loop = Loop(str(tmp_path), deaths=deaths, **more, options=options)
-    outcomes, lost = run_fenced(4, train, loop)
-    assert lost == [0]
-    said = str(outcomes[1].error)
-    assert "are being excluded from steps, or readmitted" in said
-    assert "excluded: steps of" in said, "the first rank that lives says so"
-
-
-ORDERED = {"_end_first": 1, "ordered": 1, "_reorder": 1, "built": 4}
-"""While buckets are ordered, or made in that order, which are two."""
-FIRST = {"first bucket": 2, "last bucket": 1, "closed": 1, "passed": 1}
-
-
-@pytest.mark.parametrize(
-    ("place", "at"),
-    [
-        *ORDERED.items(),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in FIRST.items()),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-@pytest.mark.every(3)
-def test_a_death_in_the_first_backward_pass(
-    place: str, at: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    assert outlive(tmp_path, Death(2, place, at), options=options) == 0
-
-
 def test_a_loop_that_fetches_early_is_cut(tmp_path: Path) -> None:
     """It does not wait for the grant that none is to come of."""
     more = {"saves_at": 5, "samples": 600, "step_s": 0.02, "epochs": 1}
     assert outlive(tmp_path, ranks=2, early=True, **more) == 0
-
-
-@pytest.mark.parametrize(
-    ("place", "at", "is_apart"),
-    [
-        ("passed", 5, True),
-        ("closed", 5, True),
-        ("last bucket", 6, True),
-        ("closed", 6, False),
-        ("backward", 5, False),
-    ],
-)
-@pytest.mark.every(2)
-def test_a_death_between_two_passes_of_a_step(
-    place: str, at: int, is_apart: bool, tmp_path: Path
-) -> None:
-    """Its samples are in the passes that have closed, and count."""
-    death = Death(2, place, at)
-    assert outlive(tmp_path, death, passes=2, epochs=1, is_apart=is_apart) == 0
-
-
-@pytest.mark.parametrize("loss", ["weighted", "sum"])
-def test_losses_weigh_as_in_one_process(loss: str, tmp_path: Path) -> None:
-    assert outlive(tmp_path, Death(2, "last bucket", 4), loss=loss) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
-@pytest.mark.parametrize("loss", ["weighted", "sum"])
-def test_losses_at_every_place(
-    loss: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    more: dict[str, Any] = {"loss": loss, "options": options}
-    places = {**PLACES, "between": 1, "closed": 1, "_reorder": 1}
-    outlive_each(tmp_path, places, **more)
-    (folder := tmp_path / "late").mkdir()
-    more = {**more, "ranks": 4, "late": 1, "late_at": 4}
-    assert outlive(folder, Death(2, "step", 4), **more) == 0
 
 
 @pytest.mark.slow
@@ -400,14 +373,3 @@ def test_sums_that_accumulate_are_refused_inside_a_pass(tmp_path: Path) -> None:
     assert lost == [2]
     said = [str(each.error) for each in outcomes if each.rank != 2]
     assert all("accumulates gradients of summed losses" in s for s in said), said
-
-
-@pytest.mark.parametrize(
-    ("place", "at"), [("last bucket", 4), ("buffers", 6)], ids=["all", "second message"]
-)
-def test_a_buffer_is_first_written_in_the_step(
-    place: str, at: int, tmp_path: Path
-) -> None:
-    """It goes in a message of its own, after those that were written before."""
-    more = {"late_buffer": 4, "options": GLOO}
-    assert outlive(tmp_path, Death(2, place, at), **more) == 0

@@ -33,14 +33,6 @@ def succeed(
 
 
 @pytest.mark.parametrize(
-    ("policy", "place"), [("cadence", "batch"), ("async", "after summing")]
-)
-@pytest.mark.every(2)
-def test_rank_0_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
-    outlive(tmp_path, (Death(0, place),), policy)
-
-
-@pytest.mark.parametrize(
     ("place", "at"),
     [
         ("batch", 10),

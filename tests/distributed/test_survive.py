@@ -21,9 +21,7 @@ from tests.distributed.cases.meetings import SIZE
 from tests.distributed.cases.survive_cases import (
     Counted,
     Trial,
-    evaluate_long,
     hold_the_gil,
-    pause,
     train,
 )
 from tests.distributed.cases.tasks import identical
@@ -46,8 +44,6 @@ CODED: dict[str, dict[str, Any]] = {
 }
 """Sums are formed in encoded form, by messages from rank to rank."""
 WAYS_AND_CODECS = WAYS | CODED
-PAUSE_S = 2.0
-"""Well below the silence of which a rank is dead."""
 
 
 def run_with(
@@ -111,60 +107,56 @@ PLACES = [
 BETWEEN = ["between", "before opened", "after opened", "keys", "after barrier"]
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.parametrize("place", ["batch", "after closed", "after summing"])
-@pytest.mark.every(3)
-def test_a_death_is_outlived(policy: str, place: str, tmp_path: Path) -> None:
-    outlive(tmp_path, (Death(2, place),), policy)
-
-
 IN_A_SUM = 11
 """Of its parts that a rank of four sends, six for a sum: between two in the second
 one's second half, so that one survivor has all of it, and the others not."""
-
-
-@pytest.mark.parametrize(
-    ("policy", "way", "death"),
-    [
-        ("cadence", "int8", Death(2, "sending a part", IN_A_SUM)),
-        pytest.param(
-            *("async", "int8", Death(2, "sending a part", IN_A_SUM)),
-            marks=pytest.mark.slow,
-        ),
-        ("async", "gloo int4", Death(0, "after summing")),
-    ],
-)
-def test_a_death_is_outlived_with_a_codec(
-    policy: str, way: str, death: Death, tmp_path: Path
-) -> None:
-    outlive(tmp_path, (death,), policy, **CODED[way])
-
-
-@pytest.mark.parametrize(
-    ("policy", "death", "way"),
-    [
-        ("cadence", Death(2, "batch"), "shared"),
-        pytest.param("async", Death(2, "batch"), "shared", marks=pytest.mark.slow),
-        *(
-            pytest.param(policy, Death(2, place, at), "int8", marks=pytest.mark.slow)
-            for policy in ("cadence", "async")
-            for place, at in (("batch", 3), ("between", 1), ("before opened", 2))
-        ),
-    ],
-)
-def test_what_is_built_anew_after_a_death_is_of_those_who_live(
-    policy: str, death: Death, way: str, tmp_path: Path
-) -> None:
-    """Once in the group with the dead rank, which fails."""
-    outlive(tmp_path, (death,), policy, freezes=True, **WAYS_AND_CODECS[way])
-
-
 ALIKE: dict[str, Any] = {"momentum": 0.5, "windows": {"update": "gradients"}}
 """Windows in which optimizers hold the same on all ranks."""
+SLOW = pytest.mark.slow
+Case = tuple[str, tuple[Death, ...], dict[str, Any]]
+CASES: list[Case] = [
+    ("cadence", (Death(2, "after closed"),), {}),
+    ("async", (Death(2, "after summing"),), {}),
+    ("cadence", (Death(2, "sending a part", IN_A_SUM),), CODED["int8"]),
+    ("async", (Death(0, "after summing"),), CODED["gloo int4"]),
+    # What is built anew is of those who live; once in the group with the dead rank.
+    ("cadence", (Death(2, "batch"),), {"freezes": True}),
+    ("cadence", (Death(2, "after finishing"),), ALIKE),
+    # In the next group.
+    ("async", (Death(2, "batch", 20), Death(3, "regrouped", 1)), WAYS["gloo"]),
+    ("async", tuple(Death(r, "batch", 18 + 2 * r) for r in (1, 2, 3)), WAYS["gloo"]),
+]
+MORE_CASES: list[Case] = [
+    *(
+        (policy, (Death(2, place),), {})
+        for policy in ("cadence", "async")
+        for place in ("batch", "after closed", "after summing")
+    ),
+    ("async", (Death(2, "sending a part", IN_A_SUM),), CODED["int8"]),
+    ("async", (Death(2, "batch"),), {"freezes": True}),
+    *(
+        (policy, (Death(2, place, at),), {"freezes": True, **CODED["int8"]})
+        for policy in ("cadence", "async")
+        for place, at in (("batch", 3), ("between", 1), ("before opened", 2))
+    ),
+    # When it is connected to the next group.
+    (
+        "async",
+        (Death(2, "before sending, late", 2), Death(3, "reconnecting", 1)),
+        WAYS["gloo"],
+    ),
+]
 
 
-def test_a_death_is_outlived_where_optimizers_are_alike(tmp_path: Path) -> None:
-    outlive(tmp_path, (Death(2, "after finishing"),), "cadence", **ALIKE)
+@pytest.mark.parametrize(
+    ("policy", "deaths", "more"),
+    [*CASES, *(pytest.param(*case, marks=SLOW) for case in MORE_CASES)],
+    ids=str,
+)
+def test_deaths_are_outlived(
+    policy: str, deaths: tuple[Death, ...], more: dict[str, Any], tmp_path: Path
+) -> None:
+    outlive(tmp_path, deaths, policy, **more)
 
 
 @pytest.mark.slow
@@ -209,22 +201,19 @@ def test_deaths_at_every_place(
     outlive_each(tmp_path, rank, inside, policy, **WAYS_AND_CODECS[way])
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("policy", "how", "codec"),
     [
         ("cadence", WAITS, "fp32"),
-        ("async", WAITS, "fp32"),
-        ("async", TRAINS, "fp32"),
-        ("async", HOLDS, "fp32"),
-        pytest.param("cadence", WAITS, "int4", marks=SLOW),
-        pytest.param("async", WAITS, "int4", marks=SLOW),
-        ("async", TRAINS, "int4"),
-        pytest.param("async", HOLDS, "int4", marks=SLOW),
+        ("cadence", WAITS, "int4"),
+        *(
+            ("async", how, codec)
+            for codec in ("fp32", "int4")
+            for how in (WAITS, HOLDS, TRAINS)
+        ),
     ],
 )
+@pytest.mark.every(2)
 def test_who_lacks_the_sum_is_handed_it(
     policy: str, how: str, codec: str, tmp_path: Path
 ) -> None:
@@ -234,20 +223,6 @@ def test_who_lacks_the_sum_is_handed_it(
     more = {"samples": 1600, "options": {"codec": codec, **GLOO}, "late": (1, how)}
     survivors = outlive(tmp_path, dead, policy, **more)
     assert [each.handed for each in survivors] == [0, how != HOLDS, 0]
-
-
-@pytest.mark.parametrize(
-    "deaths",
-    [
-        (Death(2, "batch", 20), Death(3, "regrouped", 1)),
-        (Death(2, "before sending, late", 2), Death(3, "reconnecting", 1)),
-        (Death(1, "batch", 20), Death(2, "batch", 22), Death(3, "batch", 24)),
-    ],
-    ids=["in the next group", "connected to it", "all others"],
-)
-@pytest.mark.every(2)
-def test_several_deaths(deaths: tuple[Death, ...], tmp_path: Path) -> None:
-    outlive(tmp_path, deaths, "async", **WAYS["gloo"])
 
 
 @pytest.mark.slow
@@ -279,15 +254,6 @@ def test_deaths_at_random_moments(policy: str, way: str, tmp_path: Path) -> None
         outlive(folder, deaths, policy, samples=2400, **WAYS_AND_CODECS[way])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.parametrize("way", ["shared", "int8"])
-def test_a_stopped_rank_is_dead_for_good(policy: str, way: str, tmp_path: Path) -> None:
-    """Fenced by SIGKILL, while the others have gone on."""
-    more = WAYS_AND_CODECS[way]
-    outlive(tmp_path, (Death(2, "stopped", 0.4),), policy, samples=2400, **more)
-
-
 def test_a_stopped_rank_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -309,29 +275,6 @@ def test_a_rank_that_holds_the_gil_lives(
     assert "rank 0 is at a call into C code that holds the GIL" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
-)
-def test_a_rank_that_is_stopped_for_a_while_lives(policy: str, tmp_path: Path) -> None:
-    survivors = outlive(tmp_path, (), policy, slow=(2, pause, PAUSE_S))
-    assert survivors[2].found[0] >= PAUSE_S, "the fault did not happen"
-
-
-@pytest.mark.slow
-def test_a_long_evaluation_on_rank_0_is_no_death(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its place in user code is said; limits of 10 s are shortened for the test."""
-    monkeypatch.setattr(coordinator, "STALLED_S", 1.0)
-    slow = (0, evaluate_long, 3.5)
-    outlive(tmp_path, (), "cadence", slow=slow, quiet_s=0.5)
-    assert re.search(
-        r"the run has been waiting for ranks \[0\].* for 1 s: rank 0 is at "
-        r"evaluate_long \(.*survive_cases.py:\d+\)",
-        caplog.text,
-    ), caplog.text
-
-
 @pytest.mark.parametrize("meeting", ["evaluate", "predict"])
 @pytest.mark.every(2)
 def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> None:
@@ -339,18 +282,6 @@ def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> 
     deaths = (Death(2, "evaluating", 1),)
     survivors = outlive(tmp_path, deaths, "cadence", samples=160, meeting=meeting)
     assert [each.found for each in survivors] == [[(SIZE - 1) / 2] * 2] * 3
-
-
-def test_a_full_disk_of_one_rank_costs_one_checkpoint(tmp_path: Path) -> None:
-    ranks = outlive(tmp_path, (), "cadence", samples=160, meeting="save_on_a_full_disk")
-    for rank in (0, 2):
-        failed, second = ranks[rank].found
-        assert re.match(f"rank {rank} could not write .*", failed)
-        assert "File too large" in failed
-        assert second == "written"
-    newest = CheckpointStore(tmp_path / "checkpoints").newest()
-    assert newest is not None
-    assert newest.manifest.world_size == 4
 
 
 def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:

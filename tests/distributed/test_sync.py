@@ -61,15 +61,8 @@ def test_unequal_shares_equal_one_process(
 @pytest.mark.parametrize(
     "task",
     [
-        *(
-            Task(samples=96, dtype="float64", loop=loop, optimizer=optimizer)
-            for loop in ("accumulate", "accumulate-in-place", "clip")
-            for optimizer in ("sgd", "adamw")
-        ),
-        *(
-            Task(samples=50, batch_size=4, dtype="float64", model=model)
-            for model in ("unused", "tied")
-        ),
+        Task(samples=96, dtype="float64", loop="accumulate-in-place"),
+        Task(samples=50, batch_size=4, dtype="float64", model="unused"),
         Task(dtype="float64", options={"bucket_cap_mb": 1e-5}),
     ],
     ids=str,
@@ -104,16 +97,6 @@ def test_what_a_scaler_skips_in_windows_counts_as_done_and_is_told(
     assert traces[0].scalars == {NAME: pytest.approx(skipped / sum(map(len, sizes)))}
 
 
-def test_break_behaves_as_in_one_process(ranks2: RankPool) -> None:
-    task = Task(samples=160, dtype="float64", loop="break", epochs=3, shuffle=False)
-    reference = plain(task)
-    traces = ranks2.serve(shared, task)
-    assert identical([trace.state for trace in traces])
-    assert difference(traces[0].state, reference.state) <= 1e-12
-    for epoch in range(3):
-        assert positions(traces, epoch) == sorted(reference.orders[epoch])
-
-
 TASKS = [
     Task(samples=101, batch_size=16),
     Task(samples=101, batch_size=16, drop_last=True),
@@ -144,12 +127,6 @@ def test_batch_norm_buffers_stay_equal(ranks3: RankPool) -> None:
     state = traces[0].state
     assert int(state["1.num_batches_tracked"]) == 2 * 13
     assert float(state["1.running_var"].min()) > 0
-
-
-def test_progress_is_the_same_on_every_rank(ranks2: RankPool) -> None:
-    task = Task(samples=64, batch_size=16)
-    traces = ranks2.serve(shared, task)
-    assert traces[0].progress == traces[1].progress == [0, 16, 32, 48, 64, 80, 96, 112]
 
 
 def test_augmentation_draws_by_position(ranks2: RankPool) -> None:

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.distributed
         Job("sync", "converted"),
         Job("gradients", model="channels last", optimizer="fused"),
         Job("sync", model="channels last", optimizer="fused"),
+        Job("sync", model="channels last on one", optimizer="fused"),
         Job("gradients", "skipped"),
         Job("gradients", "broken off"),
         Job("gradients", model="reentrant"),
@@ -54,6 +55,9 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
     if job.policy == "sync" and job.loop != "converted":  # one reduction in a step
         steps = 2 * -(-SAMPLES // job.batch_size)
         assert [each.passes for each in found] == [steps] * 2
+    if job.model == "channels last on one":
+        kept = [each.state["1.weight"].is_contiguous() for each in found]
+        assert kept == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,17 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
             Job("sync", "fetched ahead", model="called otherwise"),
             r"elche cannot tell to which batch this pass",
         ),
+        *(
+            (Job(policy, loop), says)
+            for policy in ("cadence", "async")
+            for loop, says in (
+                (
+                    "converted inside",
+                    r"layout of 0\.weight has .* \[16, 6\] float32 on",
+                ),
+                ("converted", r"0\.weight .* float32 on cpu, which changes its messag"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -102,11 +117,31 @@ def test_what_would_go_wrong_unseen_is_refused(
         assert re.search(says, each.error), each.error
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_window_waits_for_a_backward_pass(ranks2: RankPool, policy: str) -> None:
-    """One for four batches, where a window would end after each."""
-    job = Job(policy, "losses summed")
+@pytest.mark.parametrize(
+    "job",
+    [
+        # A window waits for one backward pass of four batches, and ends after it.
+        Job("cadence", "losses summed"),
+        Job("async", "losses summed"),
+        Job("cadence", model="channels last on one"),
+        Job("cadence", "new strides"),
+        Job("async", "new strides"),
+    ],
+    ids=str,
+)
+def test_ranks_end_equal_in_windows(ranks2: RankPool, job: Job) -> None:
     found = ranks2.serve(on_ranks, job)
     assert [each.error for each in found] == ["", ""]
     assert identical([each.state for each in found])
     assert all(each.steps for each in found)
+
+
+@pytest.mark.parametrize("policy", ["cadence, planned", "async, planned"])
+def test_new_memory_is_averaged_like_the_old(ranks2: RankPool, policy: str) -> None:
+    """Nothing holds on to where parameters were: ``p.data = ...`` may be assigned."""
+    loops = "plain", "new memory"
+    found = [
+        rank for loop in loops for rank in ranks2.serve(on_ranks, Job(policy, loop))
+    ]
+    assert [each.error for each in found] == [""] * 4
+    assert identical([each.state for each in found])

@@ -102,18 +102,8 @@ class Growing:
 class Grown:
     """What a rank that lives has at the end.
 
-    Attributes:
-        state: of the model.
-        copy: of its EMA.
-        rate: learning rate.
-        progress: samples of the run.
-        epochs: of the run.
-        place: of this rank.
-        world_size: of the run.
-        metrics: samples of the last epoch.
-        policies: that its loop has seen.
-        batches: that it trained on.
-        handed: digests of optimizer and model at each hand-over.
+    With the copy that is its EMA, the samples of the last epoch (``metrics``), and
+    digests of optimizer and model at each hand-over (``handed``).
     """
 
     state: dict[str, torch.Tensor]

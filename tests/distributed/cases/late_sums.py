@@ -10,11 +10,14 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from elche.comm.averaging.averaging import Averager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.codec.coded_hops import CodedHops
 from elche.comm.gradients.gradient_window import GradientWindow
+from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.transport.exchange import GlooExchange
 from elche.coordination.protocol.instructions import Regroup
 from elche.runtime.windows.gradient_sync import GradientSync
@@ -69,6 +72,31 @@ def _sum_of(folder: str, rank: int) -> Path:
 def await_sums(folder: str, ranks: tuple[int, ...]) -> None:
     """Waits until these ranks hold it."""
     until(lambda: all(_sum_of(folder, rank).exists() for rank in ranks))
+
+
+def lack_sums(at: int) -> None:
+    """This rank does not get what the others have, in one pass of ``sync``."""
+    passes = 0
+
+    def close_pass(original: Any, reducer: GradientReducer) -> Any:
+        nonlocal passes
+        passes += 1
+        before = [buffer.clone() for buffer in buffers_of(reducer)]
+        factor = original(reducer)
+        if passes == at:
+            for buffer, value in zip(buffers_of(reducer), before, strict=True):
+                buffer.copy_(value)
+            reducer._group.wait_until(lambda: False, "a rank's death")
+        return factor
+
+    replace(GradientReducer, "close_pass", close_pass)
+
+
+def buffers_of(reducer: GradientReducer) -> list[torch.Tensor]:
+    """Of the model whose gradients it reduces."""
+    averager = reducer._buffers
+    assert averager is not None
+    return list(averager._model.buffers())
 
 
 @final

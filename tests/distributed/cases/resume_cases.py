@@ -36,16 +36,10 @@ class Seen:
 
 @dataclass
 class Trained:
-    """What a rank saw and holds.
+    """What a rank saw and holds: (epoch, sample), those before a resume included.
 
-    Attributes:
-        pairs: (epoch, sample), those before a resume included.
-        draws: random numbers that came with the samples.
-        epochs: that the loop was in.
-        progress: steps at the end.
-        rates: learning rate at each epoch's end.
-        state: of the model.
-        metrics: samples of the last epoch.
+    With random numbers that came with the samples, the epochs that its loop was in, the
+    rate at each epoch's end, and the samples of the last epoch (``metrics``).
     """
 
     pairs: list[tuple[int, int]]

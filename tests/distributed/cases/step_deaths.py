@@ -25,15 +25,14 @@ from elche.comm.transport.host_exchange import HostExchange
 from elche.coordination.protocol.instructions import (
     EndEpoch,
     GrantBatches,
-    Instruction,
     LeaveOut,
     Regroup,
 )
 from elche.runtime.process.worker import Worker
 from elche.runtime.sync.step_groups import StepGroups
-from elche.runtime.watch.model_sums import ModelSums
 from tests.distributed.cases.counting import Indices, log_batch, rows_of
 from tests.distributed.cases.deaths import Death, Visits, before, die, plan_death
+from tests.distributed.cases.late_sums import lack_sums, replace
 from tests.distributed.cases.tasks import state_of
 
 BATCH = 12
@@ -63,10 +62,10 @@ class Loop:
         workers: of the loader.
         clip: the norm to which gradients are clipped in place.
         step_s: seconds of a step beside.
-        slow: the rank that takes them; -1: all.
         saves_at: a checkpoint is asked for in this step of the first epoch.
         together: the rank that reads that a pause has begun only with a death in it.
         parts: ranks sum parts of every message, small ones too.
+        leaves: the loop leaves the epoch after the step that noticed a death.
     """
 
     folder: str
@@ -86,10 +85,10 @@ class Loop:
     workers: int = 0
     clip: float = 0.0
     step_s: float = 0.0
-    slow: int = -1
     saves_at: int = -1
     together: int = -1
     parts: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,7 @@ class Trained:
     world_size: int
     norm: float | None
     by_hosts: bool
+    samples: list[int]
 
 
 class Net(nn.Module):
@@ -210,10 +210,11 @@ def train(loop: Loop) -> Trained:
         at = int(model.count) if dict(loop.options).get("leave_out") else number
         log_batch(loop.folder, epoch, at, index)
 
+    world_size, samples = elche.world_size(), list[int]()
     for epoch in range(loop.epochs):
         for number, batch in enumerate(batches_of(loader, partial(note, epoch))):
             visits.get("forward", int)()
-            time.sleep(loop.step_s * (loop.slow in (-1, rank)))
+            time.sleep(loop.step_s)
             for passed in range(loop.passes):
                 loss = loss_of(model, batch.now, loop.loss)
                 if loop.early and not passed:
@@ -226,6 +227,11 @@ def train(loop: Loop) -> Trained:
                 elche.save(Path(loop.folder, "checkpoints"))
             if (number + 1) % loop.accumulate == 0:
                 take_step(model, optimizers, loop.clip, scaler)
+            if loop.leaves and elche.world_size() < world_size:
+                world_size = elche.world_size()
+                del batch  # it holds the loader's iterator
+                break
+        samples.append(elche.epoch_metrics().samples)
         visits.get("between", int)()
         elche.barrier()
     trained = Trained(
@@ -235,6 +241,7 @@ def train(loop: Loop) -> Trained:
         elche.world_size(),
         elche.epoch_metrics().parameter_norm,
         bool(by_hosts),
+        samples,
     )
     elche.shutdown()
     return trained
@@ -312,31 +319,27 @@ def plan(
 
 def read_together() -> None:
     """Reads the end of an epoch that was cut when a death in the pause is in line."""
-    original = Worker.receive
 
     def receive(
-        worker: Worker,
-        handle: Callable[[Instruction], None],
-        waiting_for: str,
+        original: Callable[..., None], worker: Worker, handle: Any, waiting_for: str
     ) -> None:
-        if worker.dead or not waiting_for.startswith("the grant of step"):
-            original(worker, handle, waiting_for)
-            return
         channel = worker._channel
-        channel.await_kinds((GrantBatches, EndEpoch), 30.0)
-        if not channel.waiting(EndEpoch):
+        is_grant = waiting_for.startswith("the grant of step") and not worker.dead
+        if is_grant:
+            channel.await_kinds((GrantBatches, EndEpoch), 30.0)
+        if not is_grant or not channel.waiting(EndEpoch):
             original(worker, handle, waiting_for)
             return
         channel.await_kinds((Regroup,), 30.0)
         assert channel.waiting(Regroup), "nobody has died"
         # Both are read where the loader draws, before it is asked whether either came.
 
-    Worker.receive = receive  # type: ignore[method-assign]
+    replace(Worker, "receive", receive)
 
 
 def die_left_out(death: Death, log: Path) -> None:
     """Dies when it has been left out of so many steps, which another rank logs."""
-    original, is_back = StepGroups.exclude, threading.Event()
+    is_back = threading.Event()
 
     def steps() -> int:
         return log.read_text().count("\n")
@@ -346,7 +349,7 @@ def die_left_out(death: Death, log: Path) -> None:
             if steps() >= most:
                 die()
 
-    def leave_out(members: StepGroups, told: LeaveOut) -> GradientReducer:
+    def leave_out(original: Any, members: StepGroups, told: LeaveOut) -> Any:
         nonlocal is_back
         is_back.set()
         if death.rank in told.left_out and told.epoch:  # the first one may be short
@@ -355,14 +358,14 @@ def die_left_out(death: Death, log: Path) -> None:
             threading.Thread(target=watch, args=args, daemon=True).start()
         return original(members, told)
 
-    StepGroups.exclude = leave_out  # type: ignore[method-assign]
+    replace(StepGroups, "exclude", leave_out)
 
 
 def left_out_for(steps: int, act: Callable[[], object]) -> Callable[[], None]:
     """To be called in each step: acts when others were left out for so many."""
-    original, since = StepGroups.exclude, -(10**6)
+    since = -(10**6)
 
-    def leave_out(members: StepGroups, told: LeaveOut) -> GradientReducer:
+    def leave_out(original: Any, members: StepGroups, told: LeaveOut) -> Any:
         nonlocal since
         since = 0 if told.left_out else -(10**6)
         return original(members, told)
@@ -373,37 +376,8 @@ def left_out_for(steps: int, act: Callable[[], object]) -> Callable[[], None]:
         if since == steps:
             act()
 
-    StepGroups.exclude = leave_out  # type: ignore[method-assign]
+    replace(StepGroups, "exclude", leave_out)
     return visit
-
-
-def lack_sums(at: int) -> None:
-    """This rank does not get what the others have, in one pass.
-
-    As over gloo, where a rank's death leaves some with a sum and others without.
-    """
-    original = GradientReducer.close_pass
-    passes = 0
-
-    def close_pass(reducer: GradientReducer) -> float:
-        nonlocal passes
-        passes += 1
-        before = [buffer.clone() for buffer in buffers_of(reducer)]
-        factor = original(reducer)
-        if passes == at:
-            for buffer, value in zip(buffers_of(reducer), before, strict=True):
-                buffer.copy_(value)
-            reducer._group.wait_until(lambda: False, "a rank's death")
-        return factor
-
-    GradientReducer.close_pass = close_pass  # type: ignore[method-assign]
-
-
-def buffers_of(reducer: GradientReducer) -> list[torch.Tensor]:
-    """Of the model whose gradients it reduces."""
-    averager = reducer._buffers
-    assert averager is not None
-    return list(averager._model.buffers())
 
 
 def steps_of(
@@ -437,10 +411,8 @@ def reference(
 ) -> dict[str, torch.Tensor]:
     """The same steps in one process; see `steps_alone`."""
     model, optimizers = make(loop)
-    for _ in steps_alone(loop, model, optimizers, epochs, apart):
-        pass
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state | traces(loop, epochs)
+    deque(steps_alone(loop, model, optimizers, epochs, apart), maxlen=0)
+    return model.state_dict() | traces(loop, epochs)
 
 
 def steps_alone(
@@ -481,37 +453,4 @@ def traces(loop: Loop, epochs: list[list[list[list[int]]]]) -> dict[str, torch.T
         found["trace"] += mean
         if number >= loop.late_buffer:
             found["late_trace"] += mean
-    return found
-
-
-def leave_after(loop: Loop) -> list[tuple[int, int, str]]:
-    """Breaks off the epoch in which a rank has died, after the step that noticed.
-
-    Returns:
-        Of each epoch its samples, those that elche counts until then, and the model.
-    """
-    rank, found = int(os.environ["RANK"]), []
-    model: Any
-    model, optimizers = make(loop)
-    model, optimizers, loader = elche.setup(
-        model,
-        optimizers,
-        DataLoader(Indices(loop.samples), BATCH, shuffle=True),
-        policy="sync",
-        timeout_s=60.0,
-    )
-    world_size = elche.world_size()
-    for epoch in range(loop.epochs):
-        for number, index in enumerate(loader):
-            if (Death(rank, "forward", number) in loop.deaths) and not epoch:
-                die()
-            loss_of(model, index).backward()
-            take_step(model, optimizers, 0.0)
-            if elche.world_size() < world_size:
-                world_size = elche.world_size()
-                break
-        samples = elche.epoch_metrics().samples
-        checks = ModelSums(model.named_parameters()).whole()
-        found.append((samples, int(elche.progress_samples()), checks))
-    elche.shutdown()
     return found

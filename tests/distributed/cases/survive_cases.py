@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,6 +51,7 @@ class Trial:
         momentum: of the optimizer, which ranks then hold in common.
         freezes: the second epoch trains fewer parameters.
         meeting: what ranks do together after each epoch.
+        agrees: ranks agree after each epoch whether to save, as by `elche.epochs`.
         saves: ranks ask for a checkpoint inside each epoch; in the first one only
             rank 0 does.
         late: a rank without the third sum, and how it comes to that.
@@ -74,6 +73,7 @@ class Trial:
     momentum: float = 0.0
     freezes: bool = False
     meeting: str = "barrier"
+    agrees: bool = False
     saves: bool = False
     late: tuple[int, str] = (-1, "")
     late_order: int = -1
@@ -87,16 +87,8 @@ class Trial:
 class Counted:
     """What a rank that lives has at the end.
 
-    Attributes:
-        state: of the model, and the momentum that ranks hold in common.
-        progress: samples of the run.
-        place: of this rank.
-        world_size: of those that live.
-        handed: how often this rank was handed a sum that it lacked.
-        found: what each meeting returned.
-        commits: momentum after each common step.
-        policies: that have run.
-        orders: positions of each epoch, in order.
+    With how often it was handed a sum that it lacked, what each meeting found, the
+    momentum after each common step (``commits``), and the positions of each epoch.
     """
 
     state: dict[str, torch.Tensor]
@@ -119,6 +111,8 @@ def options_of(trial: Trial) -> dict[str, Any]:
         windows = {"max_anchor": 4 if trial.late[1] else 200, **windows}
         windows["local_batch_size"] = 4
     given = {"timeout_s": 60.0, **trial.options, "policy": trial.policy}
+    if trial.policy == "sync":
+        return given
     return {**given, "windows": elche.WindowConfig(**windows)}
 
 
@@ -168,7 +162,7 @@ def train(trial: Trial) -> Counted:
         meet()
     run, policies, orders = current_run(), list[str](), list[list[int]]()
     assert run is not None
-    for epoch in range(trial.epochs):
+    for epoch in (elche.epochs if trial.agrees else range)(trial.epochs):
         for number, index in enumerate(loader):
             log_batch(folder, epoch, number, index)
             if policies[-1:] != [run.policy]:
@@ -258,20 +252,6 @@ def lose_the_order() -> None:
             group.wait_until(lambda: False, "a rank's death")
 
     SampleOrder.share = share  # type: ignore[method-assign]
-
-
-def pause(duration_s: float) -> float:
-    """Stops this process for a while; returns for how long."""
-    began_s, me = time.monotonic(), os.getpid()
-    with subprocess.Popen(["sh", "-c", f"sleep {duration_s}; kill -CONT {me}"]):
-        os.kill(me, signal.SIGSTOP)
-    return time.monotonic() - began_s
-
-
-def evaluate_long(duration_s: float) -> float:
-    """User code that is at no batch for a while."""
-    time.sleep(duration_s)
-    return duration_s
 
 
 def hold_the_gil(duration_s: float) -> float:

@@ -124,21 +124,15 @@ def build(task: Task) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]
     workers: dict[str, Any] = {"num_workers": task.num_workers, "generator": order}
     if task.num_workers:
         workers["persistent_workers"] = task.persistent_workers
-    if task.sampler == "uneven":
-        loader = DataLoader(dataset, batch_sampler=Uneven(task.samples), **workers)
-    elif task.sampler == "every-other":
-        loader = DataLoader(
-            dataset, task.batch_size, sampler=EveryOther(task.samples), **workers
-        )
-    else:
-        loader = DataLoader(
-            dataset,
-            task.batch_size,
-            shuffle=task.shuffle,
-            drop_last=task.drop_last,
-            **workers,
-        )
-    return model, optimizer, loader
+    drawn: dict[str | None, Callable[[], dict[str, Any]]] = {
+        "uneven": lambda: {"batch_sampler": Uneven(task.samples)},
+        "every-other": lambda: {"sampler": EveryOther(task.samples)},
+        None: lambda: {"shuffle": task.shuffle, "drop_last": task.drop_last},
+    }
+    given = drawn[task.sampler]()
+    if task.sampler != "uneven":
+        given["batch_size"] = task.batch_size
+    return model, optimizer, DataLoader(dataset, **given, **workers)
 
 
 class _Unused(nn.Module):
@@ -194,7 +188,6 @@ class Trace:
     shares: list[tuple[float, ...]] = field(default_factory=list)
     busy_s: list[tuple[float, ...]] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
-    anchors: list[int] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
     scalars: dict[str, float] = field(default_factory=dict)
     mask: float = 0.0
@@ -218,7 +211,6 @@ def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
         trace.shares = [each.shares for each in run.notifications.epoch_metrics]
         trace.busy_s = [each.busy_s for each in run.notifications.epoch_metrics]
         trace.windows = [report.windows for report in run.reports]
-        trace.anchors = [report.anchor for report in run.reports]
     if task.loop == "scaler":
         trace.scalars = elche.epoch_metrics().scalars
     trace.rank = elche.rank()
@@ -252,8 +244,6 @@ def _loop(
             is_bad = is_last and number == 1
             step_of(task.loop, number, loss, model, optimizer, scaler, is_bad=is_bad)
             at_step()
-            if task.loop == "break" and number == 2:
-                break
         trace.orders.append(order)
         trace.batch_sizes.append(sizes)
     trace.state = state_of(model)
@@ -284,27 +274,17 @@ def step_of(
     is_bad: bool = False,
 ) -> None:
     """One step of the user's loop, in its variants; ``is_bad`` is for a scaler."""
-    if kind == "accumulate":
-        (loss / 2).backward()
-        if number % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    elif kind == "accumulate-in-place":
-        (loss / 2).backward()
-        if number % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    elif kind == "clip":
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    elif kind == "scaler":
+    if kind == "scaler":
         _scaled_step(loss, model, optimizer, scaler, is_bad=is_bad)
-    else:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return
+    is_accumulated = kind.startswith("accumulate")
+    (loss / 2 if is_accumulated else loss).backward()
+    if is_accumulated and number % 2 == 0:
+        return
+    if kind == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=kind != "accumulate-in-place")
 
 
 def _scaled_step(

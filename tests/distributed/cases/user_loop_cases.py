@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sync": {"policy": "sync"},
     "cadence": {"policy": "cadence", "max_anchor": 0},
     "async": {"policy": "async", "max_anchor": 0},
+    **{
+        f"{policy}, planned": {
+            "policy": policy,
+            "deterministic": True,
+            "max_anchor": 1,
+            "speed_hints": (1.0, 0.5),
+        }
+        for policy in ("cadence", "async")
+    },
     "gradients": {
         "policy": "cadence",
         "update": "gradients",
@@ -75,10 +85,11 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
         model = Omitting()
     if job.model.startswith("shared"):
         model = Shared(*SHARED_TIMES[job.model])
-    if job.model == "channels last":
+    if job.model.startswith("channels last"):
         layers = nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 8, 3, padding=1), nn.Flatten()
         model = nn.Sequential(*layers, nn.Linear(24, 3))
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if not job.model.endswith("on one") or os.environ.get("RANK") == "1":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.double()
     optimizers: dict[str, Any] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -98,7 +109,7 @@ def alone(job: Job) -> Found:
     job = job.alone()
     model, optimizer, loader = _build(job)
     _train(job, model, optimizer, loader)
-    return Found(state=_state(model))
+    return Found(state=state_of(model))
 
 
 def on_ranks(job: Job) -> Found:
@@ -111,7 +122,7 @@ def on_ranks(job: Job) -> Found:
     reducer = run._synchroniser.reducer
     error = error_of(_train, job, model, optimizer, loader)
     passes = 0 if reducer is None else reducer.backward_passes
-    return Found(error, _state(model), passes, len(steps))
+    return Found(error, state_of(model), passes, len(steps))
 
 
 class CalledOtherwise(nn.Sequential):
@@ -203,10 +214,6 @@ class Shared(nn.Module):
         return out
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return state_of(model)
-
-
 def _train(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
 ) -> None:
@@ -219,6 +226,12 @@ def _train(
             body.step(x, y, index)
             if job.loop == "converted inside" and (epoch, number) == (0, 1):
                 model.float()
+            if job.loop == "new memory" and (epoch, number) == (0, 1):
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+        if job.loop == "new strides":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.t().contiguous().t()
         if job.loop == "converted" and epoch == 0:
             model.float()
             optimizer.state.clear()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.comm.transport.process_group import Group
@@ -18,11 +18,9 @@ from elche.session.process import current_run
 from tests.distributed.cases.tasks import (
     Task,
     Trace,
-    begin,
     build,
     shared,
     state_of,
-    take_step,
 )
 from tests.distributed.virtual_clock import virtual_clock
 from tests.harness.settings import nested
@@ -47,72 +45,18 @@ def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
         assert run is not None
         clock.advance(sample_s * run.current_samples)
 
-    epoch_opening.probe_reduction_s = slow
-    try:
-        with virtual_clock() as clock:
-            trace = shared_and_heard(task, said, spend)
-    finally:
-        epoch_opening.probe_reduction_s = probe
-    return trace, "\n".join(said)
-
-
-def shared_and_heard(
-    task: Task, said: list[str], at_step: Callable[[], None] = lambda: None
-) -> Trace:
-    """The task, with what the run says to people."""
-    handle = RunNotifications.handle
-
     def listen(notifications: Any, report: Any) -> None:
         notifications.emit = said.append
         handle(notifications, report)
 
-    RunNotifications.handle = listen  # type: ignore[method-assign]
-    try:
-        return shared(task, at_step)
-    finally:
-        RunNotifications.handle = handle  # type: ignore[method-assign]
-
-
-class SlowToLoad(Dataset[Any]):
-    """Samples of which a batch takes a while to load."""
-
-    def __init__(
-        self, length: int, load_s: float, spend: Callable[[float], None]
-    ) -> None:
-        self._length = length
-        self._load_s = load_s
-        self._spend = spend
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        self._spend(self._load_s * len(indices))
-        return [torch.full((4,), float(index % 7)) for index in indices]
-
-
-def share_with_slow_loader(policy: str, load_s: Sequence[float]) -> tuple[float, float]:
-    """This rank's share of the last epoch, and its delivered seconds per sample."""
-    rank = int(os.environ["RANK"])
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with virtual_clock() as clock:
-        dataset = SlowToLoad(480, load_s[rank], clock.advance)
-        model, optimizer, loader = elche.setup(
-            model, optimizer, DataLoader(dataset, batch_size=8), policy=policy
-        )
-        for _ in range(2):
-            for x in loader:
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    run = current_run()
-    assert run is not None
-    last = run.notifications.epoch_metrics[-1]
-    share, sample_s = last.shares[rank], last.busy_s[rank] / last.rank_samples[rank]
-    elche.shutdown()
-    return share, sample_s
+    handle = RunNotifications.handle
+    with (
+        patch.object(epoch_opening, "probe_reduction_s", slow),
+        patch.object(RunNotifications, "handle", listen),
+        virtual_clock() as clock,
+    ):
+        trace = shared(task, spend)
+    return trace, "\n".join(said)
 
 
 def shared_by_virtual_speeds(task: Task, batch_s: Sequence[float]) -> Trace:
@@ -120,21 +64,6 @@ def shared_by_virtual_speeds(task: Task, batch_s: Sequence[float]) -> Trace:
     with virtual_clock() as clock:
         spent_s = batch_s[int(os.environ["RANK"])]
         return shared(task, lambda: clock.advance(spent_s))
-
-
-def follow_progress_with_gradient_windows(epochs: int) -> dict[str, torch.Tensor]:
-    """Gradient windows with BatchNorm, and a learning rate that follows progress."""
-    task = Task(samples=320, batch_size=8, epochs=epochs, model="norm")
-    options = {"policy": "cadence", "update": "gradients", "anchor": 4}
-    model, optimizer, loader = begin(task, **options)
-    schedule = elche.ProgressLR(optimizer, lambda done: 1.0 - 0.9 * done, 320 * epochs)
-    for _ in range(epochs):
-        for x, y, *_ in loader:
-            take_step(model, optimizer, x, y)
-            schedule.step()
-    state = state_of(model)
-    elche.shutdown()
-    return state
 
 
 def trained_by(policy: str, reduction: str) -> dict[str, torch.Tensor]:

@@ -212,7 +212,8 @@ class EpochExecution:
                     if tracked is not None and not observer.graphs.has_graph:
                         refuse_statistics(tracked)
                     tracked = None
-                    observer.batch_done()
+                    if observer.schedulers.steps:
+                        observer.schedulers.batch_done()
                     self._ask_for_cut()
         except GeneratorExit:
             observer.steps.has_left = True
@@ -314,9 +315,10 @@ class EpochExecution:
     def _hooks(self) -> EpochHooks:
         observer, opening = self._observer, self._opening
         delayed = self._training.delayed
+        is_sync = self._training.config.policy == "sync"
         return EpochHooks(
             on_error=self._keep_error,
-            check=self._check,
+            check=self._synchroniser.check if is_sync else self._check,
             scalars=observer.scalars,
             parameter_norm=self._synchroniser.parameter_norm,
             left_with=lambda: (self.sums.whole(), observer.guard.stepped),
@@ -331,10 +333,8 @@ class EpochExecution:
         )
 
     def _check(self) -> None:
-        """Refuses changes inside an epoch that elche cannot follow."""
+        """Refuses changes inside an epoch that windows, or ``auto``, cannot follow."""
         self._synchroniser.check()
-        if self._training.config.policy == "sync":
-            return
         self._observer.schedulers.check(self._observer.optimizers())
         if self._synchroniser.reducer is None:
             self._ask_for_cut()  # also on a rank without batches

@@ -70,7 +70,7 @@ class Step(NamedTuple):
 def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
     """Steps whose backward pass is running or pending, oldest first."""
     parts = [reducer.part_under_way, *graphs.open_batches]
-    if parts == [None]:
+    if parts == [None]:  # between the steps of a plain loop
         return []
     steps = {part.label for part in parts if isinstance(part, StepPart)}
     found = [step for step in steps if not step.is_same(reducer.passed)]
@@ -148,14 +148,16 @@ class StepAccount(StepReports):
         """
         has_changed = False
         while self._ran and (first is None or self._ran[0][0] < first):
-            has_changed |= self._done(*self._ran.popleft())
+            number, cost, passes = self._ran.popleft()
+            if self.due is not None:  # there was no backward pass
+                has_changed |= self.report()
+            if not self._dead.first and self.step_done(number, cost):
+                self._close(number, passes)
+                has_changed = True
         return has_changed
 
-    def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
-        """Completes a step; a finished grant's report waits for the next pass."""
-        has_sent = self.due is not None and self.report()  # there was no backward pass
-        if self._dead.first or not self.step_done(number, cost):
-            return has_sent
+    def _close(self, number: int, passes: tuple[int, int]) -> None:
+        """Completes a grant, whose report waits for the next pass."""
         hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
         sends_norm = is_last and self._worker.place == 0
@@ -171,7 +173,6 @@ class StepAccount(StepReports):
             unknown=EARLY if is_live else hooks.steps.unknown(),
             checks=checks,
         )
-        return True
 
     def report(self) -> bool:
         """Sends the due report; returns True if there was one."""

@@ -145,8 +145,9 @@ class SyncEpoch:
     @property
     def _first_open(self) -> int | None:
         """First step of this part of the epoch with a pending backward pass."""
-        steps = self._open_steps
-        return next((each.step for each in steps if each.span == self._span), None)
+        steps = open_steps(self._reducer, self._hooks.graphs)
+        own = (each.step for each in steps if each.span == self._span)
+        return next(own, None) if steps else None
 
     def refill(self) -> None:
         """Handles received grants; called when the loader draws."""

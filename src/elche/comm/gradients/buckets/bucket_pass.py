@@ -269,7 +269,8 @@ class BucketPass(ABC):
             queue.advance(self._scale, first)
 
     def _open(self) -> None:
-        refuse_capture()
+        if self._devices:
+            refuse_capture()
         if self._phase is Phase.BROKEN:
             raise CommunicationError(
                 f"an earlier reduction failed ({self._broken}); form a new group with "
@@ -344,10 +345,9 @@ class BucketPass(ABC):
         Else the time in which they compute would count as a wait for other ranks.
         """
         started_s = time.perf_counter()
-        if computed:
-            self._group.wait_until(
-                lambda: all(each.query() for each in computed), "its own gradients"
-            )
+        self._group.wait_until(
+            lambda: all(each.query() for each in computed), "its own gradients"
+        )
         return time.perf_counter() - started_s
 
     def _close_now(self) -> None:
@@ -360,7 +360,8 @@ class BucketPass(ABC):
             try:
                 if not self._is_own:
                     self._queue.send_rest(self._scale)
-                    started_s += self._await_own(self._computed)
+                    if self._computed:
+                        started_s += self._await_own(self._computed)
                     self._queue.finish(self._queue.side)
                     if not self._order.is_agreed:
                         self._end_first()

@@ -168,7 +168,7 @@ class BucketQueue:
 
     def finish(self, side: int) -> None:
         """Waits for all sums of a pass."""
-        for bucket in self.buckets[self.summed :]:
+        for bucket in self.buckets[self.summed + 1 :]:
             bucket.exchange.poll()  # others may be waiting for this rank's parts
         for bucket in self.buckets[self.summed :]:
             bucket.finish(side)

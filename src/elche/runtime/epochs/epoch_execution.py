@@ -268,35 +268,21 @@ class EpochExecution:
         # A compiled model gets shares of several sizes.
         varies = reducer is not None and not is_fixed and any(map(is_compiled, modules))
         self._batches.marks_dynamic = varies
-        if reducer is None:
-            return self._windows(part)
-        self._observer.copies.is_in_steps = True
-        self._stepped = self._opening.epoch
-        return SyncEpoch(
-            self._worker,
-            self._batches,
-            part.positions,
-            reducer,
-            min_share_samples(training.model),
-            self._hooks(),
-        )
-
-    def _windows(self, part: EpochPart) -> WindowEpoch:
-        sync, observer, batches = (
-            self._synchroniser.windows,
-            self._observer,
-            self._batches,
-        )
+        common = self._worker, self._batches, part.positions
+        if reducer is not None:
+            self._observer.copies.is_in_steps = True
+            self._stepped = self._opening.epoch
+            least = min_share_samples(training.model)
+            return SyncEpoch(*common, reducer, least, self._hooks())
+        sync = self._synchroniser.windows
         assert sync is not None
-        assert batches is not None
         sync.rebase()
-        observer.schedulers.begin_windows()
-        observer.copies.begin_epoch(*self._copy_ratio(part))
+        self._observer.schedulers.begin_windows()
+        self._observer.copies.begin_epoch(*self._copy_ratio(part))
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=part.window - 1
         )
-        hooks = self._hooks()
-        return WindowEpoch(self._worker, batches, part.positions, sync, loop, hooks)
+        return WindowEpoch(*common, sync, loop, self._hooks())
 
     def _copy_ratio(self, part: EpochPart) -> tuple[int, int]:
         """Steps and samples of this epoch's windows, which pace updates of copies.

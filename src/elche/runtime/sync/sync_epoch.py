@@ -168,7 +168,8 @@ class SyncEpoch:
                     yield data
                     self._end_step(current)
                 self._hooks.drain()
-                self._report_all()
+                self._settle()  # also steps with a pending backward pass
+                self._report()
                 self._await_end()
             except GeneratorExit:
                 self._break_off(current)
@@ -311,8 +312,9 @@ class SyncEpoch:
     def _await_grant(self, number: int) -> None:
         """Waits for an instruction; an excluded rank polls instead."""
         is_early = self._account.is_early and len(self._open_steps) < 2
-        if not is_early or self._is_held:  # the grant may wait for it
-            self._report_all()
+        if not is_early or self._is_held:  # the grant may wait for the report
+            self._settle()
+            self._report()
         if self._state is _State.EXCLUDED:
             self._worker.sleep_until_message(EXCLUDED_POLL_S)
             self.refill()
@@ -454,11 +456,6 @@ class SyncEpoch:
         """Sends the pending report."""
         if self._account.report():
             self._reducer.on_backward = None
-
-    def _report_all(self) -> None:
-        """Sends all reports, also of steps with a pending backward pass."""
-        self._settle()
-        self._report()
 
     def _report_in_backward(self) -> None:
         """Sends the due report, and handles received instructions."""

@@ -258,7 +258,7 @@ class BucketPass(ABC):
             order.last.pop(index, None)  # of several gradients the last one counts
             order.last[index] = None
         if place not in bucket.pending:
-            if queue.has_sent(bucket):
+            if any(bucket is sent for sent in queue.buckets[: queue.sent]):
                 order.late.add(index)
         elif index not in order.several:
             bucket.pending.discard(place)

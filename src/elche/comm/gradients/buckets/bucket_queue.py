@@ -119,10 +119,6 @@ class BucketQueue:
         for bucket in self.buckets:
             bucket.exchange.reclaim(WHAT)
 
-    def has_sent(self, bucket: Bucket) -> bool:
-        """True if a bucket has been sent in this pass."""
-        return any(bucket is sent for sent in self.buckets[: self.sent])
-
     def advance(self, scale: float, first: nn.Parameter | None = None) -> None:
         """Sends full buckets and collects arrived sums, both in order.
 

@@ -185,7 +185,7 @@ class EpochExecution:
             self._numbers = NonFiniteRecord(self._lag_steps)  # it names steps of a part
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
-        self.under_way = run = self._made(part)
+        run = self.under_way = self._made(part)
         config, is_counted = self._training.config, self._training.epochs is not None
         is_counted = config.leave_out and (is_counted or part.is_by_steps)
         self._observer.begin_part(self._synchroniser, is_counted=is_counted)
@@ -321,7 +321,7 @@ class EpochExecution:
     def _check(self) -> None:
         """Refuses changes inside an epoch that windows, or ``auto``, cannot follow."""
         self._synchroniser.check()
-        self._observer.schedulers.check(self._observer.optimizers())
+        self._observer.schedulers.rates.check(self._observer.optimizers())
         if self._synchroniser.reducer is None:
             self._ask_for_cut()  # also on a rank without batches
 

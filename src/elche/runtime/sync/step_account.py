@@ -136,8 +136,9 @@ class StepAccount(StepReports):
     def step_ran(self, step: Step, reducer: GradientReducer) -> None:
         """Records that the loop has run a step; see :meth:`settle`."""
         passes = reducer.backward_passes, reducer.pass_steps
-        if not (step.step + 1) % EVERY_STEPS:
-            self._hooks.sums.step_ran(step.step + 1)
+        slices, rest = divmod(step.step + 1, EVERY_STEPS)
+        if not rest:
+            self._hooks.sums.begin(step.step + 1, slices - 1)
         self._ran.append((step.step, self._cost(step, reducer.wait_s), passes))
 
     def settle(self, first: int | None = None) -> bool:

@@ -33,6 +33,7 @@ from elche.comm.gradients.buckets.bucket_queue import (
     GradientOrder,
     LateSums,
     Reduced,
+    formats_agree,
 )
 from elche.comm.gradients.gradient_hooks import (
     GradientHooks,
@@ -43,7 +44,7 @@ from elche.comm.gradients.part_weights import PartWeights
 from elche.comm.transport.process_group import Group
 from elche.devices.choice import CPU
 from elche.devices.streams import record_event, refuse_capture
-from elche.errors import CommunicationError, RankLostError
+from elche.errors import CommunicationError, ConfigError, RankLostError
 
 
 class Phase(Enum):
@@ -129,6 +130,7 @@ class BucketPass(ABC):
         self._next_order: list[int] | None = None
         self.order: list[int] = []
         self.backward_passes = self.closed_passes = 0
+        self._passes_before = 0  # the step
         self.on_lost: Callable[[], None] | None = None
         self.wait_s = 0.0
         self.has_sums = False
@@ -163,12 +165,22 @@ class BucketPass(ABC):
         self._late = LateSums(self.parameters)
 
     def attach(self) -> None:
-        """Allocates buckets and hooks every parameter; a collective call."""
+        """Allocates buckets and hooks every parameter; a collective call.
+
+        Raises:
+            ConfigError: there is no parameter.
+        """
+        if not self.parameters:
+            raise ConfigError("the model has no parameter that requires a gradient")
+        if not formats_agree(self.parameters, self._group):
+            self._options = replace(self._options, keeps_strides=False)
+        self.weights.attach()
         self._build(range(len(self.parameters))[::-1])
         self._hooks.attach(partial(self._on_gradient, weakref.ref(self)))
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
+        self.weights.detach()
         self._hooks.detach()
 
     def _build(self, order: Sequence[int]) -> None:
@@ -199,10 +211,19 @@ class BucketPass(ABC):
         self._close()
 
     def rewind(self) -> None:
-        """Resets an aborted backward pass, which will produce all gradients again.
+        """Prepares to rerun the step's aborted forward or backward pass.
 
-        Buckets that were sent stay sent: their gradients were complete.
+        Buckets that were sent stay sent, so the rerun must use the same samples.
+
+        Raises:
+            CommunicationError: the step had been reduced.
         """
+        is_open = self._phase in (Phase.OPEN, Phase.REWOUND)
+        if self.backward_passes > self._passes_before and not is_open:
+            raise CommunicationError(
+                "a step failed after its gradients had been reduced, so it cannot be "
+                "repeated"
+            )
         if self._phase is Phase.OPEN:
             self._phase = Phase.REWOUND
         self._deferred = None

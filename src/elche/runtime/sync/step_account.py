@@ -103,7 +103,7 @@ class StepAccount(StepReports):
     def watch(self, reducer: GradientReducer) -> None:
         """Checks this reducer's gradients for NaN and Inf from now on."""
         self._watch = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
-        reducer.look = partial(_look, self._watch, self._hooks.graphs)
+        reducer.look = partial(_look, self._watch, self._hooks.observer.graphs)
 
     def granted(self, grant: GrantBatches) -> None:
         """Records a grant of further steps."""
@@ -159,7 +159,7 @@ class StepAccount(StepReports):
 
     def _close(self, number: int, passes: tuple[int, int]) -> None:
         """Completes a grant, whose report waits for the next pass."""
-        hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
+        hooks, is_live = self._hooks, bool(self._hooks.observer.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
         sends_norm = is_last and self._worker.place == 0
         self._watch.report(final=is_last)
@@ -170,7 +170,7 @@ class StepAccount(StepReports):
             pass_steps=passes[1],
             max_samples=self._worker.max_samples,
             parameter_norm=hooks.parameter_norm() if sends_norm else 0.0,
-            scalars=hooks.scalars.drain(final=is_last),
+            scalars=hooks.observer.scalars.drain(final=is_last),
             unknown=EARLY if is_live else hooks.steps.unknown(),
             checks=checks,
         )
@@ -193,7 +193,7 @@ class StepAccount(StepReports):
         left = self.left(
             0 if current is None else current.step + 1,
             cost,
-            self._hooks.scalars.drain(final=True),
+            self._hooks.observer.scalars.drain(final=True),
             passes=reducer.backward_passes,
             apart=apart,
             checks=checks,

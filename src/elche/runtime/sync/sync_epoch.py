@@ -140,12 +140,12 @@ class SyncEpoch:
 
     @property
     def _open_steps(self) -> list[Step]:
-        return open_steps(self._reducer, self._hooks.graphs)
+        return open_steps(self._reducer, self._hooks.observer.graphs)
 
     @property
     def _first_open(self) -> int | None:
         """First step of this part of the epoch with a pending backward pass."""
-        steps = open_steps(self._reducer, self._hooks.graphs)
+        steps = open_steps(self._reducer, self._hooks.observer.graphs)
         own = (each.step for each in steps if each.span == self._span)
         return next(own, None) if steps else None
 
@@ -182,7 +182,7 @@ class SyncEpoch:
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
         """Context of a part: weighs its passes, and serves ranks that leave."""
-        graphs, is_part = self._hooks.graphs, self._positions.is_part
+        graphs, is_part = self._hooks.observer.graphs, self._positions.is_part
         graphs.begin_epoch(self._weigh_late, self._weigh_forward, continues=is_part)
         self._worker.on_wait = self._waits
         try:
@@ -276,7 +276,7 @@ class SyncEpoch:
             part = self._alive(part)
         self._part = part
         self._reducer.begin_step(part)
-        self._hooks.graphs.begin(part, data)
+        self._hooks.observer.graphs.begin(part, data)
 
     def _end_step(self, step: Step) -> None:
         """Ends a step, when the loop asks for the next batch."""

@@ -20,16 +20,19 @@ from elche.runtime.watch.model_sums import ModelSums
 
 def hooks_without_run() -> EpochHooks:
     """They log nothing, check nothing, and no rank dies."""
+    observer = SimpleNamespace(
+        scalars=ScalarLog(),
+        graphs=LiveGraph(nn.Identity()),
+        schedulers=FollowedSchedulers("sync", float, StepCount()),
+        copies=ModelCopies(nn.Identity(), ()),
+    )
     return EpochHooks(
         on_error=lambda error: None,
         check=lambda: None,
-        scalars=ScalarLog(),
         parameter_norm=lambda: 0.0,
         left_with=lambda: ((), 0),
-        graphs=LiveGraph(nn.Identity()),
+        observer=cast(Any, observer),
         numbers=NonFiniteRecord(),
-        schedulers=FollowedSchedulers("sync", float, StepCount()),
-        copies=ModelCopies(nn.Identity(), ()),
         sums=ModelSums(()),
         regrouping=cast(Any, None),
         steps=cast(Any, SimpleNamespace(lost=LostRanks(), unknown=str)),

@@ -200,8 +200,7 @@ def _report_failure(error: BaseException) -> None:
             with contextlib.suppress(ElcheError):
                 run.worker.send(failure_of(run.worker.rank, error))
         return
-    if process.metrics is not None:
-        process.metrics.end()
+    process.end()
     if run is None:
         return
     process.run = None

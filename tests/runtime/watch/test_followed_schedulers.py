@@ -93,7 +93,7 @@ def run_windows(
         scheduler.optimizer.step()
         if (at + 1) % every == 0:
             scheduler.step()
-        schedulers.check(schedulers.optimizers)
+        schedulers.rates.check(schedulers.optimizers)
         schedulers.batch_done()
     end(schedulers)
 

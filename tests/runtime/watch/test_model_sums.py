@@ -49,8 +49,8 @@ def test_a_changed_bit_is_found_within_one_rotation(index: int, at: int) -> None
     found = []
     for turn in range(len(sums.whole())):
         step = EVERY_STEPS * (turn + 1)
-        sums.step_ran(step)
-        others.step_ran(step)
+        sums.begin(step, turn)
+        others.begin(step, turn)
         for one, other in zip(sums.take(step), others.take(step), strict=True):
             found += [one[1]] if one != other else []
             assert one[3] != other[3] or one == other

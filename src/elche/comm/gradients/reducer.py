@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, final
 
 from torch import nn
@@ -32,13 +31,13 @@ from typing_extensions import override
 from elche.comm.averaging.averager_state import packed_residuals, unpacked_residuals
 from elche.comm.gradients.buckets.bucket import PassOptions
 from elche.comm.gradients.buckets.bucket_pass import BucketPass, Phase
-from elche.comm.gradients.buckets.bucket_queue import Reduced, formats_agree
+from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.gradient_hooks import at_backward_end
 from elche.comm.gradients.part_weights import Lost, PartWeights, StepPart
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.process_group import Group
-from elche.errors import CommunicationError, ConfigError
+from elche.errors import CommunicationError
 
 Look = Callable[[Any, dict[int, int]], None]
 """Receives the step's label, and the number of gradients in the pass of each parameter
@@ -98,26 +97,11 @@ class GradientReducer(BucketPass):
         self._current: StepPart | None = None
         self.lost: Callable[[Any, int], Lost] | None = None
         self._keeps_buffers = False
-        self._passes_before = 0
         self.on_backward: Callable[[], None] | None = None
         self.look: Look | None = None
         self._looked_at = 0
         self.passed: Any = None
         self._traced = self.pass_steps = 0
-
-    @override
-    def attach(self) -> None:
-        """Allocates buckets and hooks every parameter; a collective call.
-
-        Raises:
-            ConfigError: there is no parameter.
-        """
-        if not self.parameters:
-            raise ConfigError("the model has no parameter that requires a gradient")
-        if not formats_agree(self.parameters, self._group):
-            self._options = replace(self._options, keeps_strides=False)
-        self.weights.attach()
-        super().attach()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Returns the residuals of this rank's codec; None without a codec."""
@@ -132,11 +116,6 @@ class GradientReducer(BucketPass):
         """
         left = unpacked_residuals(self.parameters, state, self._group)
         self._queue.load_residuals(left)
-
-    @override
-    def detach(self) -> None:
-        self.weights.detach()
-        super().detach()
 
     def begin_step(self, part: StepPart) -> None:
         """Sets the weight of this rank's gradients until :meth:`end_step`.
@@ -273,23 +252,6 @@ class GradientReducer(BucketPass):
             holds: True to accumulate without reducing; False: the next pass is reduced.
         """
         self._holds = holds
-
-    @override
-    def rewind(self) -> None:
-        """Prepares to rerun the step's aborted forward or backward pass.
-
-        Sent buckets stay sent, so the rerun must use the same samples.
-
-        Raises:
-            CommunicationError: the step had been reduced.
-        """
-        is_open = self._phase in (Phase.OPEN, Phase.REWOUND)
-        if self.backward_passes > self._passes_before and not is_open:
-            raise CommunicationError(
-                "a step failed after its gradients had been reduced, so it cannot be "
-                "repeated"
-            )
-        super().rewind()
 
     def _refuse_broken_backward(self) -> NoReturn:
         raise CommunicationError(

@@ -258,19 +258,14 @@ class ExcludedRanks:
             taken_s = sum(each.steps * each.step_s for each in self._recent)
             is_long = self.is_trying or taken_s >= MEASURED_S
             if is_long and len(self._recent) >= MEASURED_GRANTS:
-                replies = self._look(self._usual_s)
+                # Not the longest. No median: a rank with a quota of its processor
+                # stalls only some steps.
+                usual = sorted(self._recent, key=attrgetter("step_s"))[:-1]
+                usual_s = sum(each.steps * each.step_s for each in usual)
+                replies = self._look(usual_s / sum(each.steps for each in usual))
                 self._recent.clear()
                 return replies
         return []
-
-    @property
-    def _usual_s(self) -> float:
-        """Mean time (s) of a measured step, without the grant of the longest.
-
-        A rank with a quota of its processor stalls only some steps: no median shows it.
-        """
-        usual = sorted(self._recent, key=attrgetter("step_s"))[:-1]
-        return sum(e.steps * e.step_s for e in usual) / sum(e.steps for e in usual)
 
     def _look(self, step_s: float) -> list[LeaveOut]:
         """Decides by the measured step time; excludes ranks found twice in a row."""

@@ -273,8 +273,11 @@ class StepGrants:
             most = self._ahead_steps + (oldest - 1) + (steps - 1)
             if ahead >= (1 if is_single else most) + self.fetches_early:
                 break
-            start, stop, shares = self._next_steps(steps)
-            self.until, self._has_granted_nothing = stop, False
+            start, (samples, run_end) = self.until, self.sizes.run_of(self.until)
+            trial = self._shares.trial(samples, self.world_size, ahead)
+            shares = trial or self._shares.of(samples, self.world_size)
+            self.until = stop = min(start + (1 if trial else steps), run_end)
+            self._has_granted_nothing = False
             replies += self._grant(ranks, start, stop, shares)
             self._granted.append(Granted(start, stop, shares, {*ranks}))
         return replies
@@ -296,15 +299,6 @@ class StepGrants:
     ) -> list[GrantBatches]:
         common = dict(epoch=self._epoch, start=start, stop=stop)
         return [GrantBatches(rank=r, shares=shares, **common) for r in sorted(ranks)]
-
-    def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
-        """Returns the next steps, with shares by the present speeds."""
-        samples, run_end = self.sizes.run_of(self.until)
-        granted = self.until - self.committed_until
-        trial = self._shares.trial(samples, self.world_size, granted)
-        stop = min(self.until + (1 if trial else most), run_end)
-        shares = trial or self._shares.of(samples, self.world_size)
-        return self.until, stop, shares
 
     def check(self, members: Set[int]) -> None:
         """Asserts that every step is in one place, and only members' reports due."""

@@ -107,7 +107,9 @@ class SyncPolicy(Policy):
             case EpochCut():
                 self.is_cut = True
             case ModelUpdated():
-                self._adopted(event)
+                self._handover.take(event, is_paused=self._is_paused)
+                if not self._lost:
+                    self.exclusion.carrying_s = event.sync_s
             case StepsDone():
                 self._take(event)
             case _:
@@ -223,11 +225,6 @@ class SyncPolicy(Policy):
         self.is_cut = True
         self._handover.await_steps(self._members.keys())
         return self._advance(now_s)
-
-    def _adopted(self, event: ModelUpdated) -> None:
-        self._handover.take(event, is_paused=self._is_paused)
-        if not self._lost:
-            self.exclusion.carrying_s = event.sync_s
 
     def _follow_members(self) -> None:
         self.grants.follow(self._members)

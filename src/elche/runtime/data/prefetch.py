@@ -119,7 +119,12 @@ class DevicePrefetcher(Generic[Tag]):
         """
         self.transfer_s = 0.0
         if self._copies is None:
-            return self._take_through()
+            got = self._next_batch()
+            taken_s = time.perf_counter()
+            if got is not None and self._device.type != "cpu":
+                got = got[0], to_device(got[1], self._device)
+            self.transfer_s = time.perf_counter() - taken_s
+            return got
         while self._being_read and self._being_read[0][0].query():
             self._being_read.popleft()
         if self._batches >= self._gauge_at:
@@ -141,14 +146,6 @@ class DevicePrefetcher(Generic[Tag]):
                 self._being_read.append((held.copy.fence, held.copy.source))
         self._held.clear()
         self._ahead_pays = False
-
-    def _take_through(self) -> tuple[Tag, Any] | None:
-        got = self._next_batch()
-        taken_s = time.perf_counter()
-        if got is not None and self._device.type != "cpu":
-            got = got[0], to_device(got[1], self._device)
-        self.transfer_s = time.perf_counter() - taken_s
-        return got
 
     def _fetch(self, copies: CopyStream) -> bool:
         """Takes one batch from the loader and begins its copy; False if none came."""

@@ -45,6 +45,7 @@ class SampleOrder:
 
     Attributes:
         keys: keys of the epoch's positions; None if this rank lacks them.
+        received: generator states of the first rank; None on that rank itself.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class SampleOrder:
         self._sends_state = sends_state
         self._epoch = -1
         self._most: int | None = None
-        self._received: list[bytes] | None = None
+        self.received: list[bytes] | None = None
         self.keys: torch.Tensor | list[Any] | None = None
 
     def begin(self, epoch: int, most: int | None) -> None:
@@ -83,7 +84,7 @@ class SampleOrder:
         if isinstance(keys, torch.Tensor):
             keys = keys.tolist()
         self.keys = share_keys(group, keys, source)
-        self._received = received
+        self.received = received
 
     def settle(self, group: Group, source: int | None) -> None:
         """Shares the order of a begun epoch with ranks that lack it, or draws it again.
@@ -99,22 +100,22 @@ class SampleOrder:
 
     def share_generators(self, group: Group) -> None:
         """Broadcasts the state of the first rank's generators."""
-        self._received = self._share_generators(group, 0)
+        self.received = self._share_generators(group, 0)
 
     def _share_generators(self, group: Group, source: int) -> list[bytes] | None:
         """Sends the generator states of ``source``; None without failover."""
         if not self._sends_state:
             return None
         states = torch.get_rng_state(), *(g.get_state() for g in self._generators)
-        own = self._received or [state.numpy().tobytes() for state in states]
+        own = self.received or [state.numpy().tobytes() for state in states]
         sent = share_keys(group, list(own) if group.rank == source else None, source)
         received: list[Any] = list(sent)
-        is_first = group.rank == source and self._received is None
+        is_first = group.rank == source and self.received is None
         return None if is_first else received
 
     def restore_received(self) -> None:
         """Restores generator states on a rank that has become the first."""
-        received, self._received = self._received, None
+        received, self.received = self.received, None
         if received is None:
             return
         states = [

@@ -184,7 +184,7 @@ class EpochExecution:
             self._numbers = NonFiniteRecord()  # it names steps of a part
         self._batches.start(part.positions)
         self._worker.name_samples = partial(with_samples, positions=part.positions)
-        self.under_way = run = self._made(part)
+        run = self.under_way = self._made(part)
         config, is_counted = self._training.config, self._training.epochs is not None
         is_counted = config.leave_out and (is_counted or part.is_by_steps)
         self._observer.begin_part(self._synchroniser, is_counted=is_counted)
@@ -211,7 +211,8 @@ class EpochExecution:
                     if tracked is not None and not observer.graphs.has_graph:
                         refuse_statistics(tracked)
                     tracked = None
-                    observer.batch_done()
+                    if observer.schedulers.steps:
+                        observer.schedulers.batch_done()
                     self._ask_for_cut()
         except GeneratorExit:
             observer.steps.has_left = True
@@ -266,35 +267,21 @@ class EpochExecution:
         # A compiled model gets shares of several sizes.
         varies = reducer is not None and not is_fixed and any(map(is_compiled, modules))
         self._batches.marks_dynamic = varies
-        if reducer is None:
-            return self._windows(part)
-        self._observer.copies.is_in_steps = True
-        self._stepped = self._opening.epoch
-        return SyncEpoch(
-            self._worker,
-            self._batches,
-            part.positions,
-            reducer,
-            min_share_samples(training.model),
-            self._hooks(),
-        )
-
-    def _windows(self, part: EpochPart) -> WindowEpoch:
-        sync, observer, batches = (
-            self._synchroniser.windows,
-            self._observer,
-            self._batches,
-        )
+        common = self._worker, self._batches, part.positions
+        if reducer is not None:
+            self._observer.copies.is_in_steps = True
+            self._stepped = self._opening.epoch
+            least = min_share_samples(training.model)
+            return SyncEpoch(*common, reducer, least, self._hooks())
+        sync = self._synchroniser.windows
         assert sync is not None
-        assert batches is not None
         sync.rebase()
-        observer.schedulers.begin_windows()
-        observer.copies.begin_epoch(*self._copy_ratio(part))
+        self._observer.schedulers.begin_windows()
+        self._observer.copies.begin_epoch(*self._copy_ratio(part))
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=part.window - 1
         )
-        hooks = self._hooks()
-        return WindowEpoch(self._worker, batches, part.positions, sync, loop, hooks)
+        return WindowEpoch(*common, sync, loop, self._hooks())
 
     def _copy_ratio(self, part: EpochPart) -> tuple[int, int]:
         """Steps and samples of this epoch's windows, which pace updates of copies.
@@ -312,27 +299,23 @@ class EpochExecution:
 
     def _hooks(self) -> EpochHooks:
         observer, opening = self._observer, self._opening
+        is_sync = self._training.config.policy == "sync"
         return EpochHooks(
             on_error=self._keep_error,
-            check=self._check,
-            scalars=observer.scalars,
+            check=self._synchroniser.check if is_sync else self._check,
             parameter_norm=self._synchroniser.parameter_norm,
             left_with=lambda: (self.sums.whole(), observer.guard.stepped),
-            graphs=observer.graphs,
+            observer=observer,
             numbers=self._numbers,
-            schedulers=observer.schedulers,
-            copies=observer.copies,
             sums=self.sums,
             regrouping=opening.regrouping,
             steps=opening.steps,
         )
 
     def _check(self) -> None:
-        """Refuses changes inside an epoch that elche cannot follow."""
+        """Refuses changes inside an epoch that windows, or ``auto``, cannot follow."""
         self._synchroniser.check()
-        if self._training.config.policy == "sync":
-            return
-        self._observer.schedulers.check(self._observer.optimizers())
+        self._observer.schedulers.rates.check(self._observer.optimizers())
         if self._synchroniser.reducer is None:
             self._ask_for_cut()  # also on a rank without batches
 

@@ -62,7 +62,7 @@ class WindowEpoch:
         self._sync = sync
         self._loop = loop
         self._hooks = hooks
-        self._graphs = hooks.graphs
+        self._graphs = hooks.observer.graphs
         self._policy = "async" if sync.is_overlapped else "cadence"
         self._reports = LeaseReports(worker.rank, positions.epoch)
         self._not_begun = 0
@@ -149,8 +149,8 @@ class WindowEpoch:
             self._sync.begin_batch(self._current_weight, float(parts))
             self._graphs.begin(batch, data)
             if not self._sync.is_common_step:
-                self._hooks.schedulers.advance(self.progress_samples)
-            self._hooks.copies.begin_batch(samples)
+                self._hooks.observer.schedulers.advance(self.progress_samples)
+            self._hooks.observer.copies.begin_batch(samples)
             yield data
             self._batch_done()
             began_s = time.monotonic()
@@ -213,7 +213,7 @@ class WindowEpoch:
             return
         batch, samples, began_s, ready_s = self._current
         self._current, self._has_trained = None, True
-        self._hooks.copies.begin_batch(0)
+        self._hooks.observer.copies.begin_batch(0)
         if self._leased.weight is not None:
             self._weight = (self._weight or 0.0) + self._current_weight
         append_range(self._trained, (batch, batch + 1))
@@ -240,7 +240,7 @@ class WindowEpoch:
         self._hooks.check()
         if self._sync.is_common_step:
             committed = self._loop.committed_samples
-            self._hooks.schedulers.advance(committed, is_agreed=True)
+            self._hooks.observer.schedulers.advance(committed, is_agreed=True)
         self._late_s += self._worker.pace_device(0)
         began_s = time.monotonic()
         is_finite = self._sync.close(begins=self._loop.begins_at_close)
@@ -255,10 +255,10 @@ class WindowEpoch:
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
                 has_moved=self._sync.has_moved,
-                scalars=self._hooks.scalars.drain(final=waits),
+                scalars=self._hooks.observer.scalars.drain(final=waits),
                 weight=self._weight,
-                periods=self._hooks.schedulers.periods(),
-                copies=self._hooks.copies.closed(is_finite=is_finite),
+                periods=self._hooks.observer.schedulers.periods(),
+                copies=self._hooks.observer.copies.closed(is_finite=is_finite),
             ),
         )
         self._trained.clear()
@@ -304,7 +304,7 @@ class WindowEpoch:
             )
         )
         # No cost of a reduction: one per batch.
-        self._hooks.copies.committed(plan.copies, self._sync.common)
+        self._hooks.observer.copies.committed(plan.copies, self._sync.common)
 
     def _regroup(self) -> None:
         """Forms the next group after deaths, and settles the open reduction."""
@@ -333,7 +333,7 @@ class WindowEpoch:
         assert self._last is not None
         self._graphs.moved(self._policy)
         self._loop.reduced(time.monotonic())
-        self._hooks.copies.committed(self._last.copies, self._sync.common)
+        self._hooks.observer.copies.committed(self._last.copies, self._sync.common)
 
     def _adopt(self, instruction: Adopt) -> None:
         """Reports the result that all survivors hold since they formed the group.
@@ -373,7 +373,7 @@ class WindowEpoch:
                 self._worker.note_regroup(instruction)
             case Reduce():
                 self._last = instruction
-                self._hooks.schedulers.agree(instruction.periods)
+                self._hooks.observer.schedulers.agree(instruction.periods)
         self._loop.handle(instruction, time.monotonic())
 
     def _discard(self) -> None:
@@ -412,7 +412,9 @@ class WindowEpoch:
 
     def _end(self) -> None:
         """Ends the epoch; every rank's model holds all its contributions."""
-        self._hooks.copies.end_epoch(self._worker.group, has_trained=self._has_trained)
+        self._hooks.observer.copies.end_epoch(
+            self._worker.group, has_trained=self._has_trained
+        )
 
 
 def _refuse_late(policy: str, *_: int | None) -> None:

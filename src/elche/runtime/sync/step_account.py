@@ -70,7 +70,7 @@ class Step(NamedTuple):
 def open_steps(reducer: GradientReducer, graphs: LiveGraph) -> list[Step]:
     """Steps whose backward pass is running or pending, oldest first."""
     parts = [reducer.part_under_way, *graphs.open_batches]
-    if parts == [None]:
+    if parts == [None]:  # between the steps of a plain loop
         return []
     steps = {part.label for part in parts if isinstance(part, StepPart)}
     found = [step for step in steps if not step.is_same(reducer.passed)]
@@ -105,7 +105,7 @@ class StepAccount(StepReports):
     def watch(self, reducer: GradientReducer) -> None:
         """Checks this reducer's gradients for NaN and Inf from now on."""
         self._watch = NonFiniteWatch(reducer.parameters, self._hooks.numbers)
-        reducer.look = partial(_look, self._watch, self._hooks.graphs)
+        reducer.look = partial(_look, self._watch, self._hooks.observer.graphs)
 
     def granted(self, grant: GrantBatches) -> None:
         """Records a grant of further steps."""
@@ -137,8 +137,9 @@ class StepAccount(StepReports):
     def step_ran(self, step: Step, reducer: GradientReducer) -> None:
         """Records that the loop has run a step; see :meth:`settle`."""
         passes = reducer.backward_passes, reducer.pass_steps
-        if not (step.step + 1) % EVERY_STEPS:
-            self._hooks.sums.step_ran(step.step + 1)
+        slices, rest = divmod(step.step + 1, EVERY_STEPS)
+        if not rest:
+            self._hooks.sums.begin(step.step + 1, slices - 1)
         self._ran.append((step.step, self._cost(step, reducer), passes))
 
     def settle(self, first: int | None = None) -> bool:
@@ -149,15 +150,17 @@ class StepAccount(StepReports):
         """
         has_changed = False
         while self._ran and (first is None or self._ran[0][0] < first):
-            has_changed |= self._done(*self._ran.popleft())
+            number, cost, passes = self._ran.popleft()
+            if self.due is not None:  # there was no backward pass
+                has_changed |= self.report()
+            if not self._dead.first and self.step_done(number, cost):
+                self._close(number, passes)
+                has_changed = True
         return has_changed
 
-    def _done(self, number: int, cost: BatchCost, passes: tuple[int, int]) -> bool:
-        """Completes a step; a finished grant's report waits for the next pass."""
-        has_sent = self.due is not None and self.report()  # there was no backward pass
-        if self._dead.first or not self.step_done(number, cost):
-            return has_sent
-        hooks, is_live = self._hooks, bool(self._hooks.graphs.open_batches)
+    def _close(self, number: int, passes: tuple[int, int]) -> None:
+        """Completes a grant, whose report waits for the next pass."""
+        hooks, is_live = self._hooks, bool(self._hooks.observer.graphs.open_batches)
         is_last = number + 1 == self._positions.num_batches
         sends_norm = is_last and self._worker.place == 0
         self._watch.report(final=is_last)
@@ -168,11 +171,10 @@ class StepAccount(StepReports):
             pass_steps=passes[1],
             max_samples=self._worker.max_samples,
             parameter_norm=hooks.parameter_norm() if sends_norm else 0.0,
-            scalars=hooks.scalars.drain(final=is_last),
+            scalars=hooks.observer.scalars.drain(final=is_last),
             unknown=EARLY if is_live else hooks.steps.unknown(),
             checks=checks,
         )
-        return True
 
     def report(self) -> bool:
         """Sends the due report; returns True if there was one."""
@@ -192,7 +194,7 @@ class StepAccount(StepReports):
         left = self.left(
             0 if current is None else current.step + 1,
             cost,
-            self._hooks.scalars.drain(final=True),
+            self._hooks.observer.scalars.drain(final=True),
             passes=reducer.backward_passes,
             apart=apart,
             checks=checks,

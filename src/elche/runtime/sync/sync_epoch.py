@@ -140,13 +140,14 @@ class SyncEpoch:
 
     @property
     def _open_steps(self) -> list[Step]:
-        return open_steps(self._reducer, self._hooks.graphs)
+        return open_steps(self._reducer, self._hooks.observer.graphs)
 
     @property
     def _first_open(self) -> int | None:
         """First step of this part of the epoch with a pending backward pass."""
-        steps = self._open_steps
-        return next((each.step for each in steps if each.span == self._span), None)
+        steps = open_steps(self._reducer, self._hooks.observer.graphs)
+        own = (each.step for each in steps if each.span == self._span)
+        return next(own, None) if steps else None
 
     def refill(self) -> None:
         """Handles received grants; called when the loader draws."""
@@ -166,7 +167,8 @@ class SyncEpoch:
                     self._begin_step(current, data)
                     yield data
                     self._end_step(current)
-                self._report_all()
+                self._settle()  # also steps with a pending backward pass
+                self._report()
                 self._await_end()
             except GeneratorExit:
                 self._break_off(current)
@@ -179,7 +181,7 @@ class SyncEpoch:
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
         """Context of a part: weighs its passes, and serves ranks that leave."""
-        graphs, is_part = self._hooks.graphs, self._positions.is_part
+        graphs, is_part = self._hooks.observer.graphs, self._positions.is_part
         graphs.begin_epoch(self._weigh_late, self._weigh_forward, continues=is_part)
         self._worker.on_wait = self._waits
         try:
@@ -273,7 +275,7 @@ class SyncEpoch:
             part = self._alive(part)
         self._part = part
         self._reducer.begin_step(part)
-        self._hooks.graphs.begin(part, data)
+        self._hooks.observer.graphs.begin(part, data)
 
     def _end_step(self, step: Step) -> None:
         """Ends a step, when the loop asks for the next batch."""
@@ -309,8 +311,9 @@ class SyncEpoch:
     def _await_grant(self, number: int) -> None:
         """Waits for an instruction; an excluded rank polls instead."""
         is_early = self._account.is_early and len(self._open_steps) < 2
-        if not is_early or self._is_held:  # the grant may wait for it
-            self._report_all()
+        if not is_early or self._is_held:  # the grant may wait for the report
+            self._settle()
+            self._report()
         if self._state is _State.EXCLUDED:
             self._worker.sleep_until_message(EXCLUDED_POLL_S)
             self.refill()
@@ -452,11 +455,6 @@ class SyncEpoch:
         """Sends the pending report."""
         if self._account.report():
             self._reducer.on_backward = None
-
-    def _report_all(self) -> None:
-        """Sends all reports, also of steps with a pending backward pass."""
-        self._settle()
-        self._report()
 
     def _report_in_backward(self) -> None:
         """Sends the due report, and handles received instructions."""

@@ -58,7 +58,6 @@ class FollowedSchedulers:
         self, policy: str, mean: Callable[[float], float], count: StepCount
     ) -> None:
         self._policy = policy
-        self._is_touched = policy != "sync"
         self._mean = mean
         self._count = count
         self._before = count.before
@@ -92,7 +91,7 @@ class FollowedSchedulers:
         self.schedulers.append(scheduler)
         kind = type(scheduler)
         self._kinds.append(kind)
-        if self._is_touched:
+        if self._policy != "sync":
             self._intercept(scheduler, kind, len(self.schedulers) - 1)
 
     def _intercept(self, scheduler: LRScheduler, kind: type, at: int) -> None:
@@ -176,15 +175,6 @@ class FollowedSchedulers:
         """Counts a batch that the loop has run."""
         for steps in self.steps:
             steps.batch_done()
-
-    def check(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Refuses unregistered schedulers, where windows run or may run.
-
-        Raises:
-            ConfigError: one has moved a learning rate inside this epoch.
-        """
-        if self._is_touched:
-            self.rates.check(optimizers)
 
     def periods(self) -> Runs:
         """Periods of each schedule in this rank's loop, for a window's end."""

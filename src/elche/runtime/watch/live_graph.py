@@ -166,38 +166,25 @@ class LiveGraph:
 
     def begin(self, batch: Any, data: Any = None) -> None:
         """Records a batch that is yielded: its label, and its data for the loop."""
-        self._current = BatchForwards(batch, self._moves, self._number)
+        self._current = current = BatchForwards(batch, self._moves, self._number)
         self._number += 1
-        self._keep(self._current, data)
+        if len(self._of) >= self._most:
+            kept = {k: v for k, v in self._of.items() if not v[0].expired()}
+            self._of, self._most = kept, 64 + 2 * len(kept)
+        for storage in _storages_in(data):  # one of two batches identifies neither
+            _, other = self._of.setdefault(storage.cdata, (storage, current))
+            if other is current:
+                current.storages.append(storage)
+            elif other is not None:
+                other.storages.remove(storage)
+                self._of[storage.cdata] = storage, None
         waiting, last, is_known = self._waiting, self._last, self._is_ahead is not None
         while waiting and (
             waiting[0].had_backward
             or (is_known and waiting[0] is not last and not waiting[0].is_held)
         ):
             waiting.pop(0)
-        waiting.append(self._current)
-
-    def _keep(self, batch: BatchForwards, data: Any) -> None:
-        """Records a batch's storages; one shared by two batches identifies neither."""
-        if len(self._of) >= self._most:
-            kept = {k: v for k, v in self._of.items() if not v[0].expired()}
-            self._of, self._most = kept, 64 + 2 * len(kept)
-        for storage in _storages_in(data):
-            _, other = self._of.setdefault(storage.cdata, (storage, batch))
-            if other is batch:
-                batch.storages.append(storage)
-            elif other is not None:
-                other.storages.remove(storage)
-                self._of[storage.cdata] = storage, None
-
-    def _newest(self, values: Any) -> BatchForwards | None:
-        """The newest batch that has a tensor among these values."""
-        newest = None
-        for storage in _storages_in(values):
-            _, batch = self._of.get(storage.cdata, (None, None))
-            if batch is not None and (newest is None or batch.number > newest.number):
-                newest = batch
-        return newest
+        waiting.append(current)
 
     def end_epoch(self, *, is_over: bool = False) -> None:
         """Ends the current batch; open batches keep their hooks unless ``is_over``."""
@@ -245,7 +232,11 @@ class LiveGraph:
         """
         if graph_task_id() != -1:  # recomputed by checkpointing
             return
-        batch, current = self._newest((*args, *kwargs.values())), self._current
+        batch, current = None, self._current  # the newest that has one of the tensors
+        for storage in _storages_in((*args, *kwargs.values())):
+            _, of = self._of.get(storage.cdata, (None, None))
+            if of is not None and (batch is None or of.number > batch.number):
+                batch = of
         if not torch.is_grad_enabled():
             self._forward = None
             if batch is not None and batch is current and self._is_ahead is None:

@@ -7,11 +7,7 @@ from typing import TypeAlias, final
 
 import torch
 
-from elche.coordination.accounts.model_checks import (
-    EVERY_STEPS,
-    ModelCheck,
-    plan_slices,
-)
+from elche.coordination.accounts.model_checks import ModelCheck, plan_slices
 from elche.coordination.protocol.messages import CheckRows
 from elche.devices.choice import product_name
 from elche.devices.memory import widest_float
@@ -57,10 +53,6 @@ class ModelSums:
                 check = ModelCheck(0, what, kind, 0, values, precision, 0.0, 0.0)
                 tensors = [(group[at][1], start, stop) for at, start, stop in pieces]
                 self._slices.append((check, tensors))
-
-    def step_ran(self, steps: int) -> None:
-        """Begins to sum a slice after ``steps``, a multiple of `EVERY_STEPS`."""
-        self.begin(steps, steps // EVERY_STEPS - 1)
 
     @torch.no_grad()
     def begin(

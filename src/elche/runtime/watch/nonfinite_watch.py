@@ -75,7 +75,7 @@ class NonFiniteWatch:
             gradient = self._parameters[index].grad
             if gradient is not None:
                 self._looked_at[index] = None
-                self._keep(self._sum(gradient), (part, index))
+                self._keep((part, index), gradient)
 
     def report(self, *, final: bool) -> None:
         """Checks the parameters, and records results received from the device.
@@ -85,10 +85,7 @@ class NonFiniteWatch:
         """
         looked_at = [self._parameters[index].detach() for index in self._looked_at]
         if looked_at:
-            total, *others = map(self._sum, looked_at)
-            for other in others:  # NaN if one of them is
-                total = torch.maximum(total, other.to(total.device))
-            self._keep(total, None)
+            self._keep(None, *looked_at)
             self._is_reported = True
         self._send()
         while self._under_way and (final or self._under_way[0][1].is_done()):
@@ -100,17 +97,17 @@ class NonFiniteWatch:
                     is_finite = math.isfinite(value)
                     self._record.gradients(*of, is_finite=is_finite)
 
-    @staticmethod
-    def _sum(tensor: torch.Tensor) -> torch.Tensor:
-        while tensor.numel() > SMALL_ELEMENTS and tensor.dim():
-            tensor = tensor[0]
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        wide = torch.float32 if tensor.dtype in HALVES else None
-        return tensor.sum(dtype=wide)
-
-    def _keep(self, total: torch.Tensor, of: _Seen) -> None:
-        """Buffers a value, to be read later without waiting."""
+    def _keep(self, of: _Seen, *tensors: torch.Tensor) -> None:
+        """Buffers the largest sum of a tensor, NaN if one is, to be read later."""
+        total = None
+        for tensor in tensors:
+            while tensor.numel() > SMALL_ELEMENTS and tensor.dim():
+                tensor = tensor[0]
+            if tensor.is_complex():
+                tensor = torch.view_as_real(tensor)
+            own = tensor.sum(dtype=torch.float32 if tensor.dtype in HALVES else None)
+            total = own if total is None else torch.maximum(total, own.to(total.device))
+        assert total is not None
         if self._buffer is None:
             self._buffer = empty_buffer(total.device)
         self._buffer[len(self._filling)].copy_(total)

@@ -135,11 +135,6 @@ class LoopObserver:
         self.steps.taken += 1
         self._losses.begin(batch, samples)
 
-    def batch_done(self) -> None:
-        """Records that the loop has run a batch."""
-        if self.schedulers.steps:
-            self.schedulers.batch_done()
-
     def count_unstepped(self) -> None:
         """Counts batches with a backward pass since the last step."""
         stepped, passed = self.guard.stepped, self.graphs.last_passed

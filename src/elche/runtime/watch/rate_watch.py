@@ -63,7 +63,7 @@ class RateWatch:
     def has_moved(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         """True if a rate that does not follow the run's progress has moved since."""
         return any(
-            self._rates.get(id(optimizer), _rates(optimizer)) != _rates(optimizer)
+            self._rates.get(id(optimizer), now := _rates(optimizer)) != now
             for optimizer in optimizers
             if optimizer not in _follow_progress
         )

@@ -130,7 +130,7 @@ class Regrouping:
         self._synchroniser.group = group
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
-        if group.rank == 0:
+        if group.rank == 0 and order.received:  # it has become the first
             order.restore_received()
         self.has_joined = any(are_new)
         if self.has_joined:

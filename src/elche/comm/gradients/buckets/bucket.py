@@ -208,8 +208,8 @@ class Bucket:
             self.parameters, keeps_strides=options.keeps_strides
         )
         dtype, device, numel = self._layout.dtype, first.device, self._layout.numel
-        wire = wire_dtype(first.dtype)
-        if options.codec != "fp32" and wire is torch.float32 and group.world_size > 1:
+        is_coded = options.codec != "fp32" and group.world_size > 1
+        if is_coded and (wire := wire_dtype(first.dtype)) is torch.float32:
             staged = dtype is not wire or device.type != "cpu"
             exchange = open_coded_exchange(
                 group,

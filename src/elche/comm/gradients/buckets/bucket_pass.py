@@ -20,6 +20,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 
@@ -31,6 +32,7 @@ from elche.comm.gradients.buckets.bucket_queue import (
     BucketQueue,
     GradientOrder,
     Reduced,
+    formats_agree,
 )
 from elche.comm.gradients.gradient_hooks import (
     GradientHooks,
@@ -41,7 +43,7 @@ from elche.comm.gradients.part_weights import PartWeights
 from elche.comm.transport.process_group import Group
 from elche.devices.choice import CPU
 from elche.devices.streams import record_event, refuse_capture
-from elche.errors import CommunicationError, RankLostError
+from elche.errors import CommunicationError, ConfigError, RankLostError
 
 
 class Phase(Enum):
@@ -126,6 +128,7 @@ class BucketPass(ABC):
         self._next_order: list[int] | None = None
         self.order: list[int] = []
         self.backward_passes = self.closed_passes = 0
+        self._passes_before = 0  # the step
         self.on_lost: Callable[[], None] | None = None
         self.wait_s = self.work_s = 0.0
 
@@ -149,12 +152,22 @@ class BucketPass(ABC):
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     def attach(self) -> None:
-        """Allocates buckets and hooks every parameter; a collective call."""
+        """Allocates buckets and hooks every parameter; a collective call.
+
+        Raises:
+            ConfigError: there is no parameter.
+        """
+        if not self.parameters:
+            raise ConfigError("the model has no parameter that requires a gradient")
+        if not formats_agree(self.parameters, self._group):
+            self._options = replace(self._options, keeps_strides=False)
+        self.weights.attach()
         self._build(range(len(self.parameters))[::-1])
         self._hooks.attach(partial(self._on_gradient, weakref.ref(self)))
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
+        self.weights.detach()
         self._hooks.detach()
 
     def _build(self, order: Sequence[int]) -> None:
@@ -167,10 +180,19 @@ class BucketPass(ABC):
         self._close()
 
     def rewind(self) -> None:
-        """Resets an aborted backward pass, which will produce all gradients again.
+        """Prepares to rerun the step's aborted forward or backward pass.
 
-        Buckets that were sent stay sent: their gradients were complete.
+        Buckets that were sent stay sent, so the rerun must use the same samples.
+
+        Raises:
+            CommunicationError: the step had been reduced.
         """
+        is_open = self._phase in (Phase.OPEN, Phase.REWOUND)
+        if self.backward_passes > self._passes_before and not is_open:
+            raise CommunicationError(
+                "a step failed after its gradients had been reduced, so it cannot be "
+                "repeated"
+            )
         if self._phase is Phase.OPEN:
             self._phase = Phase.REWOUND
         self._deferred = None
@@ -226,7 +248,7 @@ class BucketPass(ABC):
             order.last.pop(index, None)  # of several gradients the last one counts
             order.last[index] = None
         if place not in bucket.pending:
-            if queue.has_sent(bucket):
+            if any(bucket is sent for sent in queue.buckets[: queue.sent]):
                 order.late.add(index)
         elif index not in order.several:
             bucket.pending.discard(place)
@@ -239,7 +261,8 @@ class BucketPass(ABC):
             self.work_s += time.perf_counter() - started_s
 
     def _open(self) -> None:
-        refuse_capture()
+        if self._devices:
+            refuse_capture()
         if self._phase is Phase.BROKEN:
             raise CommunicationError(
                 f"an earlier reduction failed ({self._broken}); form a new group with "
@@ -305,10 +328,10 @@ class BucketPass(ABC):
         Else the time in which they compute would count as a wait for other ranks.
         """
         started_s = time.perf_counter()
-        if computed := self._computed:
-            self._group.wait_until(
-                lambda: all(each.query() for each in computed), "its own gradients"
-            )
+        computed = self._computed
+        self._group.wait_until(
+            lambda: all(each.query() for each in computed), "its own gradients"
+        )
         return time.perf_counter() - started_s
 
     def _reduce_rest(self) -> None:
@@ -321,7 +344,8 @@ class BucketPass(ABC):
             try:
                 if not self._is_own:
                     self._queue.send_rest(self._scale)
-                    started_s += self._await_own()
+                    if self._computed:
+                        started_s += self._await_own()
                     self._queue.finish()
                     if not self._order.is_agreed:
                         self._end_first()

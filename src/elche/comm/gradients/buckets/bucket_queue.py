@@ -118,10 +118,6 @@ class BucketQueue:
         for bucket in self.buckets:
             bucket.exchange.reclaim(WHAT)
 
-    def has_sent(self, bucket: Bucket) -> bool:
-        """True if a bucket has been sent in this pass."""
-        return any(bucket is sent for sent in self.buckets[: self.sent])
-
     def advance(self, scale: float, first: nn.Parameter | None = None) -> None:
         """Sends full buckets and collects arrived sums, both in order.
 
@@ -167,7 +163,7 @@ class BucketQueue:
 
     def finish(self) -> None:
         """Waits for all sums of a pass."""
-        for bucket in self.buckets[self.summed :]:
+        for bucket in self.buckets[self.summed + 1 :]:
             bucket.exchange.poll()  # others may be waiting for this rank's parts
         for bucket in self.buckets[self.summed :]:
             bucket.finish()

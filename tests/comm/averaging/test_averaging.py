@@ -212,19 +212,6 @@ def test_windows_end_at_the_weighted_mean(
         assert got[0]["counter"].item() == counted
 
 
-def test_parameters_that_are_nan_weigh_nothing_where_the_plan_says_so() -> None:
-    def run(group: Any, model: Net) -> torch.Tensor:
-        averager = ParameterAverager(list(model.parameters()), model, list, group)
-        averager.build()
-        with torch.no_grad():
-            model.wide.fill_((torch.nan, 3.0)[group.rank])
-        averager.synchronise(plan_for(group.rank, (0, 1), 0))
-        return model.wide.detach()
-
-    for wide in on_ranks(2, run, [Net(), Net()]):
-        assert wide.tolist() == [3.0] * 3
-
-
 LAGS = [(0, 2, 1), (3, 0, 1), (0, 0, 0)]
 """Steps of each rank between its snapshot and the mean's coming; none at the end."""
 

@@ -120,18 +120,6 @@ def test_a_group_of_one_rescales_buckets_without_a_gradient(
         assert grads == [None, torch.tensor([2.0]), None]
 
 
-def test_what_has_not_come_is_summed_at_the_end(chain: list[nn.Parameter]) -> None:
-    made = reducer(chain)
-    first, second, third = exchanges(made)
-    come(second)
-    come(third)
-    chain[0].register_hook(lambda gradient: come(first))
-    made.begin_step(StepPart(1.0, 2))
-    loss_of(chain).backward()
-    made.end_step()
-    assert [p.grad.item() for p in chain if p.grad is not None] == [15.0, 10.0, 6.0]
-
-
 def test_own_gradients_are_let_go_when_sums_are_handed_out(
     chain: list[nn.Parameter],
 ) -> None:

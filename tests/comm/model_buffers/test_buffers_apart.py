@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from elche.coordination.auto import first_choice
-from tests.comm.joined import meeting
-from tests.comm.model_buffers.cases.buffer_cases import Script, Seen, regrouped, train
+from tests.comm.model_buffers.cases.buffer_cases import Script, Seen, train
 from tests.distributed.cases.tasks import identical
 from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
@@ -86,12 +85,3 @@ def test_a_layer_is_unfrozen(
     script = Script(change, rank, options, unfreezes=True)
     found = ranks2.run(train, script, case_setup=serve_in_thread)
     check(found, script)
-
-
-@pytest.mark.parametrize("change", ["goes", "comes"])
-def test_members_change(ranks3: RankPool, change: str) -> None:
-    states = ranks3.run(regrouped, change, case_setup=meeting)
-    held = states[:2] if change == "goes" else states
-    assert identical(held)
-    assert float(held[0]["last.num_batches_tracked"]) > 2
-    assert bool(held[0]["first.running_mean"].all())

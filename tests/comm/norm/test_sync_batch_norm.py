@@ -227,21 +227,6 @@ def test_a_batch_of_weight_zero_counts_nowhere() -> None:
     _compare([ranks[0], ranks[2]], whole, [4, 2])
 
 
-def test_weights_other_than_elements() -> None:
-    """A rank's loss may weigh other than its batch is long: sums, or equal means."""
-
-    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (out - target).square().sum()
-
-    batch, layer = _batch(9, "1d"), _layer("1d")
-    parts = batch.split([2, 7])
-    ranks = on_ranks(2, _weighed, parts, [1.0] * 2, [loss] * 2, [layer] * 2)
-    x = batch.clone().requires_grad_()
-    loss(layer(x), _targets(batch)).backward()
-    found = torch.cat([rank.of_input for rank in ranks])
-    torch.testing.assert_close(found, x.grad, rtol=1e-11, atol=1e-11)
-
-
 class _Block(nn.Module):
     """The same norm twice in one forward, perhaps recomputed."""
 
@@ -318,17 +303,6 @@ def test_evaluation_is_torchs_and_waits_for_nobody() -> None:
         assert group.reductions == 0
 
     on_ranks(2, run)
-
-
-def test_all_ranks_empty() -> None:
-    def run(group: ThreadGroup) -> torch.Tensor:
-        layer = _converted(_layer(), group)
-        x = _batch(2)[:0].requires_grad_()
-        layer(x).sum().backward()
-        return layer.running_var
-
-    for var in on_ranks(2, run):
-        assert torch.equal(var, torch.ones(C).double())
 
 
 def test_one_value_per_channel_is_refused_on_every_rank() -> None:

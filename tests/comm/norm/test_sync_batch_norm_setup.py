@@ -99,14 +99,6 @@ def test_layers_converted_too_late_are_refused(
         assert says in str(end.error)
 
 
-def test_ranks_without_samples_count_nowhere(ranks3: RankPool) -> None:
-    task = dataclasses.replace(TASK, samples=40, batch_size=2)
-    shared = dataclasses.replace(task, options={"policy": "sync"})
-    states = ranks3.run(train_with_setup, shared, case_setup=serve_in_thread)
-    assert identical(states)
-    assert difference(states[0], plain(task).state) <= 1e-11
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
 def test_policies_in_which_ranks_do_not_meet_refuse(
     ranks2: RankPool, policy: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,16 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche.comm.averaging.averaging import ParameterAverager
-from elche.comm.model_buffers.known_buffers import shared_tensors
-from elche.comm.tensors.equal_tensors import make_equal
-from elche.comm.transport.process_group import Group
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
-from tests.comm.joined import joined
-from tests.comm.plans import plan
 from tests.harness.logged import logged
-from tests.harness.rank_main import this_place
 from tests.harness.settings import nested
 
 FEATURES = 4
@@ -178,59 +170,3 @@ def train(script: Script) -> Seen:
 def _policy() -> str:
     run = current_run()
     return "" if run is None else run._synchroniser.policy
-
-
-def regrouped(change_of_members: str) -> dict[str, torch.Tensor]:
-    """Averages, grows, and averages again where a rank has gone, or has come.
-
-    Who stays keeps its averager when a rank goes; when one comes, all build anew.
-    """
-    place = this_place()
-    last = place.world_size - 1
-    torch.manual_seed(2)
-    model = Cached()
-    stay = tuple(range(last))
-    first, then = (None, stay) if change_of_members == "goes" else (stay, None)
-    if first is None or place.rank != last:
-        with joined("gloo", members=first, name="first") as group:
-            averager = _averager_of(model, group)
-            _average(model, averager, group, 1)
-    elif change_of_members == "comes":
-        _keep(model, "late", torch.ones(3))
-    if then is None or place.rank != last:
-        with joined("gloo", members=then, name="then") as group:
-            if change_of_members == "goes":
-                averager.connect(group)
-            else:
-                make_equal(group, shared_tensors(model, group), "a join")
-                averager = _averager_of(model, group)
-            _average(model, averager, group, 10)
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def _averager_of(model: nn.Module, group: Group) -> ParameterAverager:
-    averager = ParameterAverager(list(model.parameters()), model, list, group)
-    averager.build()
-    return averager
-
-
-def _all_changed(group: Group, mine: Sequence[int]) -> list[int]:
-    """Buffers that any rank changed; every rank waits here, as for a `Reduce`."""
-    flags = torch.zeros(16)
-    flags[list(mine)] = 1.0
-    group.all_reduce(flags, "all ranks to close")
-    return [index for index, flag in enumerate(flags.tolist()) if flag]
-
-
-def _average(model: Cached, averager: Any, group: Group, length: int) -> None:
-    """One window in which caches grow apart and statistics change."""
-    own = 1 + group.rank
-    generator = torch.Generator().manual_seed(own)
-    _keep(model, "cache", torch.ones(own * length, FEATURES))
-    with torch.no_grad():
-        model(own + torch.randn(6, FEATURES, generator=generator))
-    buffers = _all_changed(group, averager.changed_buffers())
-    count = group.world_size
-    averager.synchronise(
-        plan(weight=1 / count, active_ranks=count, buffers=tuple(buffers))
-    )

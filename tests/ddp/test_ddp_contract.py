@@ -125,8 +125,6 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
     ("case", "says"),
     [
         ("shape", r"MismatchError: .*parameter 2\.bias: rank 0 has \[3\] float64 "),
-        ("dtype", r"2\.weight: rank 0 has \[3, 16\] float64 trained, rank 1 has .*32"),
-        ("count", r"parameter 3\.bias: rank 0 has none, rank 1 has \[3\] float64"),
         ("frozen", r"0\.bias: rank 0 has \[16\] float64 trained, rank 1 .* frozen"),
         ("order", r"place 0: rank 0 has 0\.weight, rank 1 has 5\.weight"),
         ("plan", r"option bucket_cap_mb: rank 0 has 1\.0, rank 1 has 2\.0"),
@@ -282,11 +280,6 @@ def test_a_buffer_resized_on_one_rank_is_refused(ranks2: RankPool) -> None:
     for text in ranks2.run(users.caches_of_other_lengths, case_setup=meeting):
         assert text.startswith("the model has other buffers on rank 1 than on rank 0")
         assert "then the last backward pass was interrupted" in text
-
-
-def test_an_empty_batch_counts_nowhere(ranks2: RankPool) -> None:
-    for found, expected in ranks2.run(users.an_empty_batch, case_setup=meeting):
-        same(found, expected, 1e-13)
 
 
 def test_a_copy_trains(ranks2: RankPool) -> None:

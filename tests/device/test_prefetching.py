@@ -11,13 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from elche.cadence.prefetch_gauge import MAX_DEPTH
-from elche.devices.memory import MemoryReading, read_memory
-from elche.runtime.data.leased_data import BatchFeed
-from elche.runtime.data.positions import IndexBatch
+from elche.devices.memory import MemoryReading
 from elche.runtime.data.prefetch import (
     GAUGE_EVERY_BATCHES,
     WARM_BATCHES,
@@ -85,24 +81,6 @@ def take_all(ahead: DevicePrefetcher[Any]) -> list[int]:
         del got
     assert all(low.item() == tag == high.item() for tag, low, high in bounds)
     return [tag for tag, *_ in bounds]
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_memory_is_not_reused_while_it_is_read(
-    device: torch.device, is_kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead, addresses = prefetcher(Source(*range(40)), device), []
-    for _ in range(12):
-        ahead.take()
-    if not is_kept:
-        monkeypatch.setattr(CopyStream, "keep", lambda self, tensor: None)
-    with held():
-        for _ in range(20):
-            data = ahead.take()[1]  # type: ignore[index]
-            data.mul_(2)
-            addresses.append(data.data_ptr())
-            del data
-    assert (len(set(addresses)) == len(addresses)) is is_kept
 
 
 def test_copies_run_ahead_of_use_by_the_depth(device: torch.device) -> None:
@@ -225,51 +203,3 @@ def test_what_only_its_own_to_can_move_is_moved_when_yielded(
     for number in range(5):
         tag, graph = ahead.take()  # type: ignore[misc]
         assert (tag, graph.moved_to, ahead.has_batch) == (number, device, False)
-
-
-def test_behind_a_real_feed(device: torch.device) -> None:
-    """Leases come in pieces, the loader has workers' depth, nothing is lost."""
-    data = TensorDataset(torch.arange(24.0))
-    leases = deque([(0, 3), (3, 4), (4, 8)])
-
-    def refill() -> None:
-        if leases and not ahead.has_batch:
-            for batch in range(*leases.popleft()):
-                feed.push(batch, IndexBatch([*range(3 * batch, 3 * batch + 3)]))
-            if not leases:
-                feed.end()
-
-    feed = BatchFeed[int](DataLoader(data, batch_size=3), torch.Generator(), refill)
-    ahead, seen = prefetcher(feed.next, device), []
-    feed.start()
-    for _ in range(40):
-        if (got := ahead.take()) is not None:
-            assert got[1][0].tolist() == [3.0 * got[0] + i for i in range(3)]
-            seen.append(got[0])
-    assert seen == [*range(8)]
-
-
-def test_a_mostly_free_device_holds_batches_and_the_set(device: torch.device) -> None:
-    """The gauge counts cached memory as free, and knows a step's peak."""
-    torch.accelerator.empty_cache()
-    before = read_memory(device)
-    block = torch.empty(256 * MB, dtype=torch.uint8, device=device)
-    during = read_memory(device)
-    del block
-    after = read_memory(device)
-    assert during.active_bytes - before.active_bytes == 256 * MB
-    assert before.free_bytes - during.free_bytes >= 256 * MB
-    assert abs(after.free_bytes - before.free_bytes) < 32 * MB
-    assert after.peak_bytes >= during.active_bytes
-    torch.accelerator.reset_peak_memory_stats()
-    ahead = DevicePrefetcher[int].on(Source(*range(10)), device)
-    model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 1))
-    optimizer = torch.optim.Adam(model.to(device).parameters())
-    while (got := ahead.take()) is not None:
-        model(got[1].view(-1, 256)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    peak_bytes = ahead._peak.value_bytes
-    assert peak_bytes is not None
-    assert 256 * 2048 * 4 < peak_bytes < 0.1 * before.total_bytes
-    assert ahead.depth == 2

@@ -80,13 +80,9 @@ def test_pieces_of_blocks_are_encoded_as_the_whole_is(
     pieces = [range(begin, end) for begin, end in itertools.pairwise(edges)]
     message = CodedMessage(codec, range(size))
     message.memory.fill_(255)
-    out = torch.zeros_like(values)
     for piece in pieces:
         message.write(piece, values[piece.start : piece.stop])
-    for piece in pieces:
-        message.read(piece, out[piece.start : piece.stop])
     assert torch.equal(message.memory, whole)
-    assert torch.equal(out, round_trip(codec, values))
 
 
 @given(

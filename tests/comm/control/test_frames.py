@@ -86,20 +86,14 @@ def test_another_key_or_connection_is_refused(key: bytes, nonce: bytes) -> None:
         list(receiver.feed(sender.encode({"a": 1})))
 
 
-def test_a_replayed_frame_is_refused() -> None:
+@pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2), (2,)])
+def test_replayed_reordered_and_dropped_frames_are_refused(
+    order: tuple[int, ...],
+) -> None:
     sender, receiver = pair()
-    frame = sender.encode({"a": 1})
-    assert list(receiver.feed(frame)) == [{"a": 1}]
+    frames = [sender.encode({"a": number}) for number in range(3)]
     with pytest.raises(ProtocolError, match="not authentic"):
-        list(receiver.feed(frame))
-
-
-def test_reordered_and_left_out_frames_are_refused() -> None:
-    for order in ((1, 0), (0, 2), (2,)):
-        sender, receiver = pair()
-        frames = [sender.encode({"a": number}) for number in range(3)]
-        with pytest.raises(ProtocolError, match="not authentic"):
-            list(receiver.feed(b"".join(frames[number] for number in order)))
+        list(receiver.feed(b"".join(frames[number] for number in order)))
 
 
 def test_what_came_before_a_bad_frame_is_given_first() -> None:
@@ -165,10 +159,6 @@ def test_a_message_too_large_for_a_frame_is_refused_by_its_sender() -> None:
     sender, _ = pair()
     with pytest.raises(ProtocolError, match=str(MAX_PAYLOAD_BYTES)):
         sender.encode({"a": bytes(MAX_PAYLOAD_BYTES + 1)})
-
-
-def test_the_greeting_carries_the_nonce() -> None:
-    assert nonce_of(MAGIC + NONCE) == NONCE
 
 
 @pytest.mark.parametrize(

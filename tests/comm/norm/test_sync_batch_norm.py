@@ -420,19 +420,6 @@ def test_copies_share_the_scope_and_pickles_have_none() -> None:
     on_ranks(2, run)
 
 
-def test_binding_without_a_group_ends_the_former_one() -> None:
-    def run(group: ThreadGroup) -> None:
-        model = _converted(nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)), group)
-        assert all(layer.spans_ranks for layer in model)
-        scope = bind_sync_batchnorm(model, None)
-        assert scope is not None
-        assert scope.group.world_size == 1
-        assert not any(layer.spans_ranks for layer in model)
-
-    on_ranks(2, run)
-    assert bind_sync_batchnorm(nn.Linear(2, 2), None) is None
-
-
 def test_bad_input() -> None:
     def run(group: ThreadGroup) -> None:
         layer = _converted(_layer("1d"), group)

@@ -195,10 +195,6 @@ def refused(case: str) -> str:
     model, options = build("mlp"), {}
     if case == "shape" and odd:
         model[2] = nn.Linear(16, 4).double()
-    elif case == "dtype" and odd:
-        model[2].float()
-    elif case == "count" and odd:
-        model.append(nn.Linear(3, 3).double())
     elif case == "frozen" and odd:
         model[0].requires_grad_(False)
     elif case == "order" and odd:

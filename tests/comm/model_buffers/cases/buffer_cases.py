@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.errors import ElcheError
-from elche.session.process import current_run, failing_together
+from elche.session.process import failing_together
 from tests.harness.logged import logged
 from tests.harness.settings import nested
 
@@ -69,38 +68,15 @@ class Bare(nn.Module):
 
 
 @dataclass(frozen=True)
-class Script:
-    """What happens to the buffers, and to the run.
-
-    Attributes:
-        change: of buffers; see :func:`change`.
-        rank: where they change, if not on all ranks.
-        options: of `elche.setup`.
-        unfreezes: the last layer is trained from the second epoch on.
-        samples: of the dataset.
-        epochs: of the run.
-    """
-
-    change: str
-    rank: int
-    options: dict[str, Any]
-    unfreezes: bool = False
-    samples: int = 48
-    epochs: int = 2
-
-
-@dataclass(frozen=True)
 class Seen:
     """What a rank holds at the end, and what it said."""
 
     error: str
     state: dict[str, torch.Tensor]
-    caches: dict[str, tuple[int, ...]]
     said: list[str]
-    policies: list[str]
 
 
-def change(model: Any, what: str, rank: int, batch: int) -> None:
+def change_buffers(model: Any, what: str, rank: int, batch: int) -> None:
     """Does to this rank's buffers what the name says; called in every batch.
 
     Args:
@@ -132,41 +108,36 @@ def _keep(model: nn.Module, name: str, values: torch.Tensor) -> None:
     model.register_buffer(name, values, persistent=False)
 
 
-def train(script: Script) -> Seen:
-    """Trains while buffers change; what was wrong comes back as text."""
+def train(change: str, rank: int, options: dict[str, Any]) -> Seen:
+    """Trains while buffers change; the last layer from the second epoch on.
+
+    Args:
+        change: of buffers; see :func:`change_buffers`.
+        rank: where they change, if not on all ranks.
+        options: of `elche.setup`.
+    """
     torch.manual_seed(2)
-    model: Any = Bare() if script.change.startswith("appear") else Cached()
-    model.out.requires_grad_(not script.unfreezes)
+    model: Any = Bare() if change.startswith("appear") else Cached()
+    model.out.requires_grad_(False)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-    loader: Any = DataLoader(Vectors(script.samples), batch_size=6)
-    error, policies = "", []
+    loader: Any = DataLoader(Vectors(48), batch_size=6)
+    error = ""
     with logged("elche.comm", logging.INFO) as lines:
         try:
             with failing_together():
                 model, optimizer, loader = elche.setup(
-                    model, optimizer, loader, **nested(script.options)
+                    model, optimizer, loader, **nested(options)
                 )
-                for epoch in range(script.epochs):
-                    model.out.requires_grad_(epoch > 0 or not script.unfreezes)
+                for epoch in range(2):
+                    model.out.requires_grad_(epoch > 0)
                     for number, (x, y) in enumerate(loader):
-                        change(model, script.change, script.rank, epoch * 1000 + number)
+                        change_buffers(model, change, rank, epoch * 1000 + number)
                         F.cross_entropy(model(x), y).backward()
                         optimizer.step()
                         optimizer.zero_grad()
-                        policies.append(_policy())
         except ElcheError as raised:
             error = str(raised)
     said = [line for line in lines if "are averaged" not in line]  # test_hints.py
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    own = {
-        name: tuple(buffer.shape)
-        for name, buffer in model.named_buffers()
-        if name.startswith(("cache", "late"))
-    }
     elche.shutdown()
-    return Seen(error, state, own, said, [name for name, _ in groupby(policies)])
-
-
-def _policy() -> str:
-    run = current_run()
-    return "" if run is None else run._synchroniser.policy
+    return Seen(error, state, said)

@@ -42,15 +42,10 @@ def mean_of(locals_: list[dict[str, Any]], weights: list[float]) -> dict[str, An
     }
 
 
-def test_no_sync_keeps_gradients_local(ranks2: RankPool) -> None:
-    for found, own, reduction in ranks2.run(cases.without_sync, case_setup=meeting):
-        same(found, own, 0.0)
-        assert reduction is None
-
-
-def test_strategy_none_reduces_nothing(ranks2: RankPool) -> None:
-    for found, own in ranks2.run(cases.unreduced, "none", case_setup=meeting):
-        same(found, own, 0.0)
+def test_no_sync_and_strategy_none_reduce_nothing(ranks2: RankPool) -> None:
+    for how in ("no_sync", "none"):
+        for found, own in ranks2.run(cases.unreduced, how, case_setup=meeting):
+            same(found, own, 0.0)
     reduced = ranks2.run(cases.unreduced, "overlapped", case_setup=meeting)
     assert not torch.equal(reduced[0][0]["0.bias"], reduced[0][1]["0.bias"])
 

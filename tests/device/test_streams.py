@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from tests.device import (
     delays,
+    extension,
     has_streams,
     held,
     host_operator_counts,
@@ -17,6 +22,19 @@ from tests.device import (
 @pytest.fixture(autouse=True)
 def streams(device: torch.device) -> None:
     has_streams()
+
+
+def test_host_access_is_a_segmentation_fault() -> None:
+    assert extension()
+    script = (
+        "import ctypes, resource, torch; from tests import device\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "values = torch.ones(4, device=device.register())\n"
+        "torch.accelerator.synchronize()\n"
+        "ctypes.string_at(values.data_ptr(), 4)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], timeout=200)
+    assert ended.returncode == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -204,8 +204,6 @@ def _wrong(wrong: str, group: Any) -> None:
     last = group.rank == group.world_size - 1
     if wrong == "shape":
         Replica.wrap(net(5 if last else 4))
-    elif wrong == "missing":
-        Replica.wrap(nn.Sequential(*([net()] * (1 if last else 2)), nn.Linear(1, 1)))
     model = net()
     one = Replica.wrap(model, name="one")
     other = Replica.wrap(net(), name="other")
@@ -222,9 +220,6 @@ def _wrong(wrong: str, group: Any) -> None:
     elif wrong == "frozen":
         model[0].bias.requires_grad_(not last)
         one.all_reduce_gradients()
-    elif wrong == "converted":
-        model.to(torch.float32 if last else torch.float64)
-        one.sync_params()
     elif wrong == "converted buffer":
         model.register_buffer("mean", torch.zeros(4))
         one.sync_buffers()

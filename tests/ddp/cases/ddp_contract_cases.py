@@ -46,21 +46,18 @@ def local_gradients(model: nn.Module, seed: int = 0) -> dict[str, Any]:
     return gradients_of(twin)
 
 
-def without_sync() -> tuple[Any, Any, Any]:
-    """Gradients inside no_sync, those of this rank alone, and the reductions."""
+def unreduced(how: str) -> tuple[Any, Any]:
+    """Gradients by a strategy or inside `no_sync`, and those of this rank alone."""
     with torch_world():
-        ddp = DistributedDataParallel(build("mlp"))
-        with ddp.no_sync():
+        if how == "no_sync":
+            ddp = DistributedDataParallel(build("mlp"))
+            with ddp.no_sync():
+                backward(ddp)
+            assert ddp.last_reduction is None
+        else:
+            ddp = DistributedDataParallel(build("mlp"), strategy=how)
             backward(ddp)
-        found = gradients_of(ddp.module), local_gradients(ddp.module)
-        return *found, ddp.last_reduction
-
-
-def unreduced(strategy: str) -> tuple[Any, Any]:
-    with torch_world():
-        ddp = DistributedDataParallel(build("mlp"), strategy=strategy)
-        backward(ddp)
-        ddp.join_step()
+            ddp.join_step()
         return gradients_of(ddp.module), local_gradients(ddp.module)
 
 
@@ -178,11 +175,7 @@ def weigh(case: str) -> Any:
             ddp.set_weight((30.0, 10.0)[rank])
         elif case == "zero":
             ddp.set_weight(float(rank))
-        if case == "dim":
-            x, y = data()
-            F.cross_entropy(ddp(x), y).backward()
-        else:
-            backward(ddp)
+        backward(ddp)
         first = ddp.last_reduction.weights
         reduced = gradients_of(ddp.module)
         backward(ddp, 1)

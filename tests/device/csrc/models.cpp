@@ -26,6 +26,17 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(
   return {gates[3].sigmoid() * cy.tanh(), cy, Tensor()};
 }
 
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx,
+    const MaybeTensor& input_bias, const MaybeTensor& hidden_bias) {
+  const auto of_input = with_bias(input_gates, input_bias).chunk(3, 1);
+  const auto of_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  const auto reset = (of_input[0] + of_hidden[0]).sigmoid();
+  const auto keep = (of_input[1] + of_hidden[1]).sigmoid();
+  const auto fresh = (of_input[2] + reset * of_hidden[2]).tanh();
+  return {fresh + keep * (hx - fresh), Tensor()};
+}
+
 // The CPU's writes what it has not reduced into its result, which it resizes.
 Tensor mse_loss(const Tensor& input, const Tensor& target, int64_t reduction) {
   const auto squares = (input - target).square();
@@ -35,6 +46,7 @@ Tensor mse_loss(const Tensor& input, const Tensor& target, int64_t reduction) {
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
   m.impl("mse_loss", mse_loss);
   m.impl("native_dropout", at::native::native_dropout_cpu); // of operators of any device
 }
@@ -42,6 +54,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 // Autograd sees what the cells are made of: they need no backward operators.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
 }
 
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)

@@ -109,7 +109,6 @@ def test_alone_sync_batch_norm_is_batch_norm() -> None:
         (None, "expected a batch count per rank, or .* as one number, got None"),
         ("4", "expected a batch count per rank, or .* as one number, got '4'"),
         ([None], r"a batch count per rank, or .* as one number, got \[None\]"),
-        (["4"], r"a batch count per rank, or .* as one number, got \['4'\]"),
     ],
 )
 def test_wrong_counts_are_refused(counts: Any, says: str) -> None:
@@ -144,7 +143,5 @@ def test_other_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="expected a loss weight of at least 0"):
         replica.weigh_losses(-1.0)
     shutdown()
-    with pytest.raises(ConfigError, match="expected timeout_s to be a positive"):
-        init_group(timeout_s=0.0)
     with pytest.raises(ConfigError, match=r"unknown transport\.kind 'pigeons'"):
         init_group(transport="pigeons")

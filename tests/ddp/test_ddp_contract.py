@@ -123,7 +123,6 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
         ("frozen", r"0\.bias: rank 0 has \[16\] float64 trained, rank 1 .* frozen"),
         ("order", r"place 0: rank 0 has 0\.weight, rank 1 has 5\.weight"),
         ("plan", r"option bucket_cap_mb: rank 0 has 1\.0, rank 1 has 2\.0"),
-        ("static", r"option static_graph: rank 0 has False, rank 1 has True"),
         ("sparse", r"ConfigError: on rank 1: 0: sparse gradients cannot be reduced"),
         ("meta", r"ConfigError: on rank 1: 0\.weight is on the meta device"),
         ("codec", r"has no argument codec; compress gradients by register_comm_hook"),

@@ -15,8 +15,6 @@ import torch
 from elche.cadence.prefetch_gauge import MAX_DEPTH
 from elche.devices.memory import MemoryReading
 from elche.runtime.data.prefetch import (
-    GAUGE_EVERY_BATCHES,
-    WARM_BATCHES,
     DevicePrefetcher,
     most_ahead,
 )
@@ -35,10 +33,8 @@ class Memory:
     total_bytes: int = 100 * BATCH_BYTES
     free_bytes: int = 90 * BATCH_BYTES
     step_bytes: int = 10 * BATCH_BYTES
-    reads: int = 0
 
     def __call__(self) -> MemoryReading:
-        self.reads += 1
         active = self.total_bytes - self.free_bytes
         peak = active + self.step_bytes
         return MemoryReading(self.total_bytes, self.free_bytes, active, peak)
@@ -66,11 +62,8 @@ class Source:
         return [number for number, each in self.weak.items() if each() is not None]
 
 
-def prefetcher(
-    source: Any, device: torch.device, **given: Any
-) -> DevicePrefetcher[Any]:
-    read = given.pop("read", Memory())
-    return DevicePrefetcher(source, device, CopyStream(device), read)
+def prefetcher(source: Any, device: torch.device) -> DevicePrefetcher[Any]:
+    return DevicePrefetcher(source, device, CopyStream(device), Memory())
 
 
 def take_all(ahead: DevicePrefetcher[Any]) -> list[int]:
@@ -143,31 +136,6 @@ def test_a_copy_reads_pinned_memory_if_asked(
     again = copies.copy(already, is_pinned)
     assert again.source.data_ptr() == already.data_ptr()
     copies.wait(again.fence)
-
-
-def test_the_gauge_sets_the_depth(device: torch.device) -> None:
-    memory = Memory()
-    ahead = prefetcher(Source(*range(500)), device, read=memory)
-    depths: list[int] = []
-
-    def go(batches: int) -> tuple[int, int]:
-        for _ in range(batches):
-            ahead.take()
-            depths.append(ahead.depth)
-        return depths[-1], memory.reads
-
-    assert go(1) == (0, 0)
-    assert go(WARM_BATCHES - 1) == (1, 1)
-    assert set(depths[1:]) == {1}  # careful: no step has shown its peak
-    assert go(1) == (2, 2)
-    # 10 of reserve and 10 of peak leave one of 21 batches, two of which are held
-    memory.free_bytes = 19 * BATCH_BYTES
-    assert go(GAUGE_EVERY_BATCHES - 1) == (2, 2)
-    assert go(1) == (1, 3)
-    memory.free_bytes = 3 * BATCH_BYTES
-    assert go(GAUGE_EVERY_BATCHES)[0] == 0
-    memory.free_bytes = 60 * BATCH_BYTES
-    assert go(GAUGE_EVERY_BATCHES) == (2, 5)
 
 
 def test_the_times_of_a_take(

@@ -197,13 +197,7 @@ def test_a_light_message_does_not_blow_up_the_error_of_a_heavy_one(
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("place", "bad"),
-    [
-        (0, math.nan),
-        (150, math.inf),
-        (299, -math.inf),
-        (300, math.nan),
-        (300, math.inf),
-    ],
+    [(0, math.nan), (150, -math.inf), (300, math.nan), (300, math.inf)],
 )
 @pytest.mark.every(7)
 def test_what_is_no_number_makes_the_sum_none_on_every_rank(

@@ -121,33 +121,21 @@ def test_an_oversized_frame_is_refused_before_it_is_received(length: int) -> Non
         list(receiver.feed(struct.pack(">I", length) + bytes(TAG_BYTES)))
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"",
-        b"\xc1",
-        b"\x81\x90\x01",
-        b"\x81\x01\x01",
-        b"\xa1\xff",
-        b"\xc7\x01\xff\x00",
-        b"\xd9\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\x91" * 5000,
-        b"\x01\x02",
-    ],
-    ids=[
-        "nothing",
-        "reserved",
-        "list as key",
-        "number as key",
-        "no UTF-8",
-        "bad timestamp",
-        "short text",
-        "endless map",
-        "deep",
-        "two values",
-    ],
-)
+NONSENSE = {
+    "nothing": b"",
+    "reserved": b"\xc1",
+    "list as key": b"\x81\x90\x01",
+    "number as key": b"\x81\x01\x01",
+    "no UTF-8": b"\xa1\xff",
+    "bad timestamp": b"\xc7\x01\xff\x00",
+    "short text": b"\xd9\xff",
+    "endless map": b"\xdf\xff\xff\xff\xff",
+    "deep": b"\x91" * 5000,
+    "two values": b"\x01\x02",
+}
+
+
+@pytest.mark.parametrize("payload", NONSENSE.values(), ids=NONSENSE)
 def test_authentic_nonsense_is_refused(payload: bytes) -> None:
     _, receiver = pair()
     with pytest.raises(ProtocolError, match="not msgpack"):

@@ -202,7 +202,7 @@ def test_lower_precisions(dtype: torch.dtype) -> None:
 
 
 def _weighed(
-    group: ThreadGroup, part: torch.Tensor, weight: float, loss: Any, layer: nn.Module
+    group: ThreadGroup, part: torch.Tensor, weight: float, layer: nn.Module
 ) -> Result:
     """The layer's result where the rank's loss has this weight."""
     converted = convert_sync_batchnorm(copy.deepcopy(layer))
@@ -211,7 +211,7 @@ def _weighed(
     scope.weigh(weight)
     x = part.clone().requires_grad_()
     out = converted(x)
-    loss(out, _targets(part)).backward()
+    _loss(out, _targets(part)).backward()
     return _result(converted, x, out)
 
 
@@ -220,7 +220,7 @@ def test_a_batch_of_weight_zero_counts_nowhere() -> None:
     whole = _alone(copy.deepcopy(layer), batch)
     ghost = torch.full_like(batch[:2], float("nan"))
     parts, weights = [batch[:4], ghost, batch[4:]], [4 / 6, 0.0, 2 / 6]
-    ranks = on_ranks(3, _weighed, parts, weights, [_loss] * 3, [layer] * 3)
+    ranks = on_ranks(3, _weighed, parts, weights, [layer] * 3)
     assert not ranks[1].of_input.any()
     for name, value in whole.buffers.items():
         torch.testing.assert_close(ranks[1].buffers[name], value, rtol=1e-12, atol=0.0)

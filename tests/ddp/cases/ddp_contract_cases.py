@@ -197,8 +197,6 @@ def refused(case: str) -> str:
         model = build("deep")[:6]
     elif case == "plan":
         options["bucket_cap_mb"] = 2.0 if odd else 1.0
-    elif case == "static":
-        options["static_graph"] = odd
     elif case == "sparse" and odd:
         model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
     elif case == "meta" and odd:

@@ -101,9 +101,7 @@ def test_alone_sync_batch_norm_is_batch_norm() -> None:
     ("counts", "says"),
     [
         ([], r"expected a batch count per rank \(1\), got 0"),
-        ([1, 2], r"expected a batch count per rank \(1\), got 2"),
         ([0], r"expected a count above 0 on at least one rank, got \[0.0\]"),
-        ([-1], r"expected batch counts of at least 0, got \[-1\]"),
         ([float("nan")], "expected batch counts of at least 0"),
         (0, r"expected a count above 0 on at least one rank, got \[0.0\]"),
         (-2, "expected batch counts of at least 0, got -2"),
@@ -111,7 +109,6 @@ def test_alone_sync_batch_norm_is_batch_norm() -> None:
         (None, "expected a batch count per rank, or .* as one number, got None"),
         ("4", "expected a batch count per rank, or .* as one number, got '4'"),
         ([None], r"a batch count per rank, or .* as one number, got \[None\]"),
-        (["4"], r"a batch count per rank, or .* as one number, got \['4'\]"),
     ],
 )
 def test_wrong_counts_are_refused(counts: Any, says: str) -> None:
@@ -126,15 +123,9 @@ def test_what_cannot_be_reduced_is_refused_by_name() -> None:
     sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(ConfigError, match="words: 0: sparse gradients cannot be"):
         Replica.wrap(sparse, name="words")
-    sharded = type("FSDPLinear", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
-    with pytest.raises(ConfigError, match="model: 0 is sharded by FSDP; give elche"):
-        Replica.wrap(nn.Sequential(sharded(2, 2)))
     lazy = nn.Sequential(nn.LazyLinear(2))
     with pytest.raises(ConfigError, match=r"0\.weight is lazy and has no shape yet"):
         Replica.wrap(lazy)
-    far = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ConfigError, match="weight is on the meta device"):
-        Replica.wrap(far)
     rows = nn.Linear(2, 2)
     rows.register_buffer("rows", torch.zeros(3).expand(2, 3))
     with pytest.raises(ConfigError, match="rows has elements that share memory"):
@@ -152,7 +143,5 @@ def test_other_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="expected a loss weight of at least 0"):
         replica.weigh_losses(-1.0)
     shutdown()
-    with pytest.raises(ConfigError, match="expected timeout_s to be a positive"):
-        init_group(timeout_s=0.0)
     with pytest.raises(ConfigError, match=r"unknown transport\.kind 'pigeons'"):
         init_group(transport="pigeons")

@@ -83,10 +83,7 @@ def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
     ("wrong", "says"),
     [
         ("shape", "0.weight: rank 0 has [4, 3] float64 trained, rank 2 has [5"),
-        ("dtype", "rank 0 has [4] float64 trained, rank 2 has [4] float32"),
-        ("missing", "rank 2 has none"),
         ("frozen", "float64 trained, rank 2 has [4] float64 frozen"),
-        ("converted", "rank 0 has [4] float64 trained, rank 2 has [4] float32"),
         ("converted buffer", "mean: rank 0 has [4] float32, rank 2 has [4] float64"),
         ("order", "all_reduce_gradients of 'one', rank 2 calls all_reduce_gradients"),
         ("call", "sync_params of 'one', rank 2 calls sync_buffers('mean') of 'one'"),
@@ -110,11 +107,6 @@ def test_ranks_with_other_settings_are_refused(ranks2: RankPool) -> None:
     for text in said:
         assert text.startswith("MismatchError")
         assert "config.timeout_s: rank 0 has 100.0, rank 1 has 101.0" in text
-
-
-def test_one_run_after_the_other(ranks2: RankPool) -> None:
-    found = ranks2.run(cases.twice_in_a_row, case_setup=serve_in_thread)
-    assert found == [[0.0, 10.0], [0.0, 10.0]]
 
 
 def test_a_plain_script_is_one_rank_without_sockets() -> None:

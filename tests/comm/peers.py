@@ -49,7 +49,9 @@ class Wire:
             is_held = key[0] in self.late or key in self.held
             while not is_held and sent and wanted:
                 giver, taker = sent.popleft(), wanted.popleft()
-                taker.memory.copy_(giver.memory)
+                # The number comes last, as gloo writes it.
+                taker.memory[:-8].copy_(giver.memory[:-8])
+                taker.memory[-8:].copy_(giver.memory[-8:])
                 giver.is_done = taker.is_done = True
 
 
@@ -73,12 +75,12 @@ class Peer:
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
         self.sent_bytes += tensors[0].numel()
-        return self._begun(0, (self.rank, to, tag), tensors[0])
+        return self.put(0, (self.rank, to, tag), tensors[0])
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
-        return self._begun(1, (source, self.rank, tag), tensors[0])
+        return self.put(1, (source, self.rank, tag), tensors[0])
 
-    def _begun(self, end: int, key: tuple[int, int, int], memory: torch.Tensor) -> Work:
+    def put(self, end: int, key: tuple[int, int, int], memory: torch.Tensor) -> Work:
         work = Work(memory)
         self.wire.waiting[key][end].append(work)
         self.wire.deliver()

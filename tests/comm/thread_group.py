@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 
 from elche.comm.transport.process_group import SLEEP_S
 from elche.errors import CommunicationError
+from tests.comm import peers
 
 DEADLINE_S = 60.0
 T = TypeVar("T")
@@ -48,16 +48,15 @@ class Transfer:
     """One end of a message from rank to rank."""
 
     shared: Shared
-    memory: torch.Tensor
-    is_done: bool = False
+    work: peers.Work
 
     def wait(self, timeout: timedelta) -> None:
         with self.shared.changed:
             self.shared.changed.wait_for(
-                lambda: self.is_done or self.shared.has_failed, timeout.total_seconds()
+                lambda: self.work.is_done or self.shared.has_failed,
+                timeout.total_seconds(),
             )
-        if not self.is_done:
-            raise RuntimeError("a rank has not come")
+        self.work.wait(timeout)
 
 
 class Shared:
@@ -68,8 +67,7 @@ class Shared:
         self.deadline_s = deadline_s
         self.changed = threading.Condition()
         self.collectives: list[Collective] = []
-        self.sent: Transfers = defaultdict(deque)
-        self.wanted: Transfers = defaultdict(deque)
+        self.wire = peers.Wire(world_size)
         self.has_failed = False
 
     def fail(self) -> None:
@@ -79,59 +77,27 @@ class Shared:
             self.changed.notify_all()
 
 
-Transfers = defaultdict[tuple[int, int, int], deque[Transfer]]
-
-
-class ThreadGroup:
+class ThreadGroup(peers.Peer):
     """One rank's end, with the methods of `Group` that exchanges and averaging use."""
 
-    def __init__(self, rank: int, shared: Shared, shares_host: bool) -> None:
-        self.rank = rank
-        self.world_size = shared.world_size
+    def __init__(self, rank: int, shared: Shared, shares_host: bool = False) -> None:
+        super().__init__(shared.wire, rank)
         self.shares_host = shares_host
         self.host_leaders: Any = None
         self.reductions = self.reduced_bytes = 0
-        self.ranks = range(shared.world_size)
         self.timeout_s = shared.deadline_s
-        self.sent_bytes = 0
-        self.transfers: dict[Any, torch.Tensor] = {}
-        self.exchanges: WeakSet[Any] = WeakSet()
+        self.exchanges: Any = WeakSet()
         self._begun = 0
         self._shared = shared
 
     def hosts(self) -> tuple[str, ...]:
         return ()
 
-    @property
-    def point_to_point(self) -> ThreadGroup:
-        return self
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Transfer:
-        made = Transfer(self._shared, tensors[0])
-        self.sent_bytes += tensors[0].numel()
-        return self._meet(made, self._shared.sent, (self.rank, to, tag))
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Transfer:
-        made = Transfer(self._shared, tensors[0])
-        return self._meet(made, self._shared.wanted, (source, self.rank, tag))
-
-    def _meet(
-        self, made: Transfer, where: Transfers, key: tuple[int, int, int]
-    ) -> Transfer:
-        shared = self._shared
-        with shared.changed:
-            where[key].append(made)
-            while shared.sent[key] and shared.wanted[key]:
-                giver, taker = shared.sent[key].popleft(), shared.wanted[key].popleft()
-                # The number comes last, as gloo writes it.
-                taker.memory[:-8].copy_(giver.memory[:-8])
-                taker.memory[-8:].copy_(giver.memory[-8:])
-                giver.is_done = taker.is_done = True
-            shared.changed.notify_all()
-        return made
-
-    def on_failure(self, text: str, missing: Sequence[int]) -> Exception:
-        return CommunicationError(text)
+    def put(self, end: int, key: tuple[int, int, int], memory: torch.Tensor) -> Any:
+        with self._shared.changed:
+            work = super().put(end, key, memory)
+            self._shared.changed.notify_all()
+        return Transfer(self._shared, work)
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Work:
         self.reductions += 1

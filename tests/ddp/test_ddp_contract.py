@@ -42,15 +42,10 @@ def mean_of(locals_: list[dict[str, Any]], weights: list[float]) -> dict[str, An
     }
 
 
-def test_no_sync_keeps_gradients_local(ranks2: RankPool) -> None:
-    for found, own, reduction in ranks2.run(cases.without_sync, case_setup=meeting):
-        same(found, own, 0.0)
-        assert reduction is None
-
-
-def test_strategy_none_reduces_nothing(ranks2: RankPool) -> None:
-    for found, own in ranks2.run(cases.unreduced, "none", case_setup=meeting):
-        same(found, own, 0.0)
+def test_no_sync_and_strategy_none_reduce_nothing(ranks2: RankPool) -> None:
+    for how in ("no_sync", "none"):
+        for found, own in ranks2.run(cases.unreduced, how, case_setup=meeting):
+            same(found, own, 0.0)
     reduced = ranks2.run(cases.unreduced, "overlapped", case_setup=meeting)
     assert not torch.equal(reduced[0][0]["0.bias"], reduced[0][1]["0.bias"])
 
@@ -125,12 +120,9 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
     ("case", "says"),
     [
         ("shape", r"MismatchError: .*parameter 2\.bias: rank 0 has \[3\] float64 "),
-        ("dtype", r"2\.weight: rank 0 has \[3, 16\] float64 trained, rank 1 has .*32"),
-        ("count", r"parameter 3\.bias: rank 0 has none, rank 1 has \[3\] float64"),
         ("frozen", r"0\.bias: rank 0 has \[16\] float64 trained, rank 1 .* frozen"),
         ("order", r"place 0: rank 0 has 0\.weight, rank 1 has 5\.weight"),
         ("plan", r"option bucket_cap_mb: rank 0 has 1\.0, rank 1 has 2\.0"),
-        ("static", r"option static_graph: rank 0 has False, rank 1 has True"),
         ("sparse", r"ConfigError: on rank 1: 0: sparse gradients cannot be reduced"),
         ("meta", r"ConfigError: on rank 1: 0\.weight is on the meta device"),
         ("codec", r"has no argument codec; compress gradients by register_comm_hook"),
@@ -282,11 +274,6 @@ def test_a_buffer_resized_on_one_rank_is_refused(ranks2: RankPool) -> None:
     for text in ranks2.run(users.caches_of_other_lengths, case_setup=meeting):
         assert text.startswith("the model has other buffers on rank 1 than on rank 0")
         assert "then the last backward pass was interrupted" in text
-
-
-def test_an_empty_batch_counts_nowhere(ranks2: RankPool) -> None:
-    for found, expected in ranks2.run(users.an_empty_batch, case_setup=meeting):
-        same(found, expected, 1e-13)
 
 
 def test_a_copy_trains(ranks2: RankPool) -> None:

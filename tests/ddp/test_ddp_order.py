@@ -60,24 +60,6 @@ def test_a_replaced_parameter_is_refused_and_new_memory_is_not(
     assert first.startswith("reduced")
 
 
-def _carriers(transport: str) -> set[str]:
-    """What carries the messages of a wrapper."""
-    with torch_world():
-        options: dict[str, Any] = {"transport": transport}
-        ddp = DistributedDataParallel(_model(), **options)
-        ddp(torch.ones(4, FEATURES)).sum().backward()
-        return {
-            type(opened).__name__ for _, opened in ddp._reduction._exchanges.values()
-        }
-
-
-def test_the_transport_is_what_was_asked_for(ranks2: RankPool) -> None:
-    shared = "SharedExchange" if may_share_memory() else "GlooExchange"
-    for transport, known in (("auto", shared), ("gloo", "GlooExchange")):
-        found = ranks2.run(_carriers, transport, case_setup=meeting)
-        assert found == [{known}] * 2
-
-
 def _deep(*scales: float) -> tuple[int, list[float]]:
     """Messages of a wrapper, and gradients; in one process if scaled."""
     torch.manual_seed(3)

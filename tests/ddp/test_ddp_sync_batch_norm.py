@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ddp.cases.ddp_cases import Plan, Trace, alone, build, gradients_of, meeting
-from tests.ddp.cases.ddp_norm_cases import mixed_models, refusals, train_norms
+from tests.ddp.cases.ddp_norm_cases import refusals, train_norms
 from tests.ddp.test_ddp import THREE, TWO, Gradients, equal_bits
 from tests.harness.rank_pool import RankPool
 
@@ -85,8 +85,3 @@ def test_what_cannot_work_is_refused_by_name(ranks2: RankPool) -> None:
         assert "set_weight() came after a forward pass" in weight
         assert "BatchNorm layer '2' was converted after the model was wrapped" in late
         assert "torch.nn.SyncBatchNorm weighs ranks equally" in torchs
-
-
-def test_a_rank_that_did_not_convert_is_named(ranks2: RankPool) -> None:
-    for said in ranks2.run(mixed_models, case_setup=meeting):
-        assert "option SyncBatchNorm: rank 0 has ['2'], rank 1 has []" in said

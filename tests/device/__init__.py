@@ -13,8 +13,6 @@ configures it:
 | `TEST_DEVICE_COUNT` | `2` | devices per process, up to 8 |
 | `TEST_DEVICE_KERNEL_US` | `0:100,1:400` | time of a kernel per device (µs) |
 | `TEST_DEVICE_ELEMENT_NS` | `0:1,1:4` | and of each element in it (ns) |
-| `TEST_DEVICE_MEMORY_MB` | `1:64` | memory per device, 1024 where not given |
-| `TEST_DEVICE_DELAYS` | `copies late:3000:7` | pattern, longest delay (µs), seed |
 | `TEST_DEVICE_COLLECTIVES` | `2` | collectives that a device runs at a time, else one |
 | `TEST_DEVICE_ENDS_LATE` | `0` | a late collective aborts its group, not the process |
 """
@@ -128,12 +126,6 @@ def configure(variables: Mapping[str, str]) -> None:
     element_ns = _per_device(variables.get("TEST_DEVICE_ELEMENT_NS", ""))
     for device in kernel_us.keys() | element_ns.keys():
         set_speed(device, kernel_us.get(device, 0.0), element_ns.get(device, 0.0))
-    memory = _per_device(variables.get("TEST_DEVICE_MEMORY_MB", ""))
-    for device, megabytes in memory.items():
-        set_memory_bytes(device, int(megabytes * 2**20))
-    if delays := variables.get("TEST_DEVICE_DELAYS"):
-        pattern, longest_us, *seed = delays.split(":")
-        set_delays(pattern, int(longest_us), *map(int, seed))
 
 
 def set_speed(device: int, kernel_us: float, element_ns: float = 0.0) -> None:

@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from elche.cadence.prefetch_gauge import MAX_DEPTH
-from elche.devices.memory import MemoryReading, read_memory
-from elche.runtime.data.leased_data import BatchFeed
-from elche.runtime.data.positions import IndexBatch
+from elche.devices.memory import MemoryReading
 from elche.runtime.data.prefetch import (
-    GAUGE_EVERY_BATCHES,
-    WARM_BATCHES,
     DevicePrefetcher,
     most_ahead,
 )
@@ -39,10 +33,8 @@ class Memory:
     total_bytes: int = 100 * BATCH_BYTES
     free_bytes: int = 90 * BATCH_BYTES
     step_bytes: int = 10 * BATCH_BYTES
-    reads: int = 0
 
     def __call__(self) -> MemoryReading:
-        self.reads += 1
         active = self.total_bytes - self.free_bytes
         peak = active + self.step_bytes
         return MemoryReading(self.total_bytes, self.free_bytes, active, peak)
@@ -70,11 +62,8 @@ class Source:
         return [number for number, each in self.weak.items() if each() is not None]
 
 
-def prefetcher(
-    source: Any, device: torch.device, **given: Any
-) -> DevicePrefetcher[Any]:
-    read = given.pop("read", Memory())
-    return DevicePrefetcher(source, device, CopyStream(device), read)
+def prefetcher(source: Any, device: torch.device) -> DevicePrefetcher[Any]:
+    return DevicePrefetcher(source, device, CopyStream(device), Memory())
 
 
 def take_all(ahead: DevicePrefetcher[Any]) -> list[int]:
@@ -85,24 +74,6 @@ def take_all(ahead: DevicePrefetcher[Any]) -> list[int]:
         del got
     assert all(low.item() == tag == high.item() for tag, low, high in bounds)
     return [tag for tag, *_ in bounds]
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_memory_is_not_reused_while_it_is_read(
-    device: torch.device, is_kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead, addresses = prefetcher(Source(*range(40)), device), []
-    for _ in range(12):
-        ahead.take()
-    if not is_kept:
-        monkeypatch.setattr(CopyStream, "keep", lambda self, tensor: None)
-    with held():
-        for _ in range(20):
-            data = ahead.take()[1]  # type: ignore[index]
-            data.mul_(2)
-            addresses.append(data.data_ptr())
-            del data
-    assert (len(set(addresses)) == len(addresses)) is is_kept
 
 
 def test_copies_run_ahead_of_use_by_the_depth(device: torch.device) -> None:
@@ -167,31 +138,6 @@ def test_a_copy_reads_pinned_memory_if_asked(
     copies.wait(again.fence)
 
 
-def test_the_gauge_sets_the_depth(device: torch.device) -> None:
-    memory = Memory()
-    ahead = prefetcher(Source(*range(500)), device, read=memory)
-    depths: list[int] = []
-
-    def go(batches: int) -> tuple[int, int]:
-        for _ in range(batches):
-            ahead.take()
-            depths.append(ahead.depth)
-        return depths[-1], memory.reads
-
-    assert go(1) == (0, 0)
-    assert go(WARM_BATCHES - 1) == (1, 1)
-    assert set(depths[1:]) == {1}  # careful: no step has shown its peak
-    assert go(1) == (2, 2)
-    # 10 of reserve and 10 of peak leave one of 21 batches, two of which are held
-    memory.free_bytes = 19 * BATCH_BYTES
-    assert go(GAUGE_EVERY_BATCHES - 1) == (2, 2)
-    assert go(1) == (1, 3)
-    memory.free_bytes = 3 * BATCH_BYTES
-    assert go(GAUGE_EVERY_BATCHES)[0] == 0
-    memory.free_bytes = 60 * BATCH_BYTES
-    assert go(GAUGE_EVERY_BATCHES) == (2, 5)
-
-
 def test_the_times_of_a_take(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,51 +171,3 @@ def test_what_only_its_own_to_can_move_is_moved_when_yielded(
     for number in range(5):
         tag, graph = ahead.take()  # type: ignore[misc]
         assert (tag, graph.moved_to, ahead.has_batch) == (number, device, False)
-
-
-def test_behind_a_real_feed(device: torch.device) -> None:
-    """Leases come in pieces, the loader has workers' depth, nothing is lost."""
-    data = TensorDataset(torch.arange(24.0))
-    leases = deque([(0, 3), (3, 4), (4, 8)])
-
-    def refill() -> None:
-        if leases and not ahead.has_batch:
-            for batch in range(*leases.popleft()):
-                feed.push(batch, IndexBatch([*range(3 * batch, 3 * batch + 3)]))
-            if not leases:
-                feed.end()
-
-    feed = BatchFeed[int](DataLoader(data, batch_size=3), torch.Generator(), refill)
-    ahead, seen = prefetcher(feed.next, device), []
-    feed.start()
-    for _ in range(40):
-        if (got := ahead.take()) is not None:
-            assert got[1][0].tolist() == [3.0 * got[0] + i for i in range(3)]
-            seen.append(got[0])
-    assert seen == [*range(8)]
-
-
-def test_a_mostly_free_device_holds_batches_and_the_set(device: torch.device) -> None:
-    """The gauge counts cached memory as free, and knows a step's peak."""
-    torch.accelerator.empty_cache()
-    before = read_memory(device)
-    block = torch.empty(256 * MB, dtype=torch.uint8, device=device)
-    during = read_memory(device)
-    del block
-    after = read_memory(device)
-    assert during.active_bytes - before.active_bytes == 256 * MB
-    assert before.free_bytes - during.free_bytes >= 256 * MB
-    assert abs(after.free_bytes - before.free_bytes) < 32 * MB
-    assert after.peak_bytes >= during.active_bytes
-    torch.accelerator.reset_peak_memory_stats()
-    ahead = DevicePrefetcher[int].on(Source(*range(10)), device)
-    model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 1))
-    optimizer = torch.optim.Adam(model.to(device).parameters())
-    while (got := ahead.take()) is not None:
-        model(got[1].view(-1, 256)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    peak_bytes = ahead._peak.value_bytes
-    assert peak_bytes is not None
-    assert 256 * 2048 * 4 < peak_bytes < 0.1 * before.total_bytes
-    assert ahead.depth == 2

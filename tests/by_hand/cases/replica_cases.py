@@ -204,10 +204,6 @@ def _wrong(wrong: str, group: Any) -> None:
     last = group.rank == group.world_size - 1
     if wrong == "shape":
         Replica.wrap(net(5 if last else 4))
-    elif wrong == "dtype":
-        Replica.wrap(net(dtype=torch.float32 if last else torch.float64))
-    elif wrong == "missing":
-        Replica.wrap(nn.Sequential(*([net()] * (1 if last else 2)), nn.Linear(1, 1)))
     model = net()
     one = Replica.wrap(model, name="one")
     other = Replica.wrap(net(), name="other")
@@ -224,9 +220,6 @@ def _wrong(wrong: str, group: Any) -> None:
     elif wrong == "frozen":
         model[0].bias.requires_grad_(not last)
         one.all_reduce_gradients()
-    elif wrong == "converted":
-        model.to(torch.float32 if last else torch.float64)
-        one.sync_params()
     elif wrong == "converted buffer":
         model.register_buffer("mean", torch.zeros(4))
         one.sync_buffers()
@@ -253,17 +246,3 @@ def join_with_other_settings() -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def twice_in_a_row() -> list[float]:
-    """Two runs of one process, one after the other."""
-    found = []
-    for number in range(2):
-        group = init_group(timeout_s=60.0)
-        model = nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            model.weight.fill_(10.0 * number + group.rank)
-        Replica.wrap(model)
-        found.append(float(model.weight))
-        shutdown()
-    return found

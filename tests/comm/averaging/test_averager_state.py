@@ -118,7 +118,6 @@ def test_a_residual_is_sent_where_there_is_no_codec_any_more() -> None:
         ({"version": 2}, "expected version 1, got 2"),
         ({"groups": []}, "expected 1 groups of parameters, of float32; the state is"),
         ({"groups": [{"dtype": "float32"}]}, r"with entries .*, got \['dtype'\]"),
-        ({"groups": [[1, 2]]}, "groups of parameters with entries .*, got list"),
         ({"groups": [None]}, "groups of parameters with entries .*, got NoneType"),
         ({"groups": [{1: 2, "dtype": 3}]}, r"with entries .*, got \['1', 'dtype'\]"),
         ({"groups": 3}, "expected 1 groups of parameters"),

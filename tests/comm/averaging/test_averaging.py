@@ -14,44 +14,16 @@ from torch import nn
 
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
-from elche.comm.tensors import flat
 from tests.comm.plans import plan
 from tests.comm.thread_group import on_ranks
 
 Weights = Sequence[float]
 Named = dict[str, torch.Tensor]
 RANKS = 3
+SHARING = pytest.mark.parametrize(
+    "shares_host", [False, True], ids=["collectives", "shared"]
+)
 TOLERANCE = 1e-12
-
-
-class HostStage:
-    """A stage as of a device, in this process; that of tests/device has late copies."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        numel = sum(tensor.numel() for tensor in tensors)
-        self._flat = torch.empty(numel, dtype=dtype)
-        self._views = flat.shaped(self._flat, tensors)
-
-    def host_memory(self) -> torch.Tensor:
-        return torch.full_like(self._flat, float("nan"))
-
-    def fetch(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
-        torch._foreach_copy_(self._views, list(tensors))
-        host.copy_(self._flat)
-
-    def put(self, host: torch.Tensor) -> list[torch.Tensor]:
-        self._flat.copy_(host)
-        return self._views
-
-
-@pytest.fixture(params=["collectives", "shared", "staged"])
-def shares_host(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> bool:
-    """Whether ranks share memory; staged tensors are copied as from a device."""
-    if request.param == "staged":
-        monkeypatch.setattr(flat.DeviceStage, "for_tensors", HostStage)
-    return bool(request.param == "shared")
 
 
 class Net(nn.Module):
@@ -160,6 +132,7 @@ def check_equal(ranks: Sequence[dict[str, torch.Tensor]]) -> None:
 @pytest.mark.parametrize(
     "weights", [(1, 1, 1), (8, 3, 1), (2, 0, 5)], ids=["plain", "weighted", "one zero"]
 )
+@SHARING
 def test_windows_end_at_the_weighted_mean(
     weights: Weights, rule: Any, shares_host: bool
 ) -> None:
@@ -212,19 +185,6 @@ def test_windows_end_at_the_weighted_mean(
         assert got[0]["counter"].item() == counted
 
 
-def test_parameters_that_are_nan_weigh_nothing_where_the_plan_says_so() -> None:
-    def run(group: Any, model: Net) -> torch.Tensor:
-        averager = ParameterAverager(list(model.parameters()), model, list, group)
-        averager.build()
-        with torch.no_grad():
-            model.wide.fill_((torch.nan, 3.0)[group.rank])
-        averager.synchronise(plan_for(group.rank, (0, 1), 0))
-        return model.wide.detach()
-
-    for wide in on_ranks(2, run, [Net(), Net()]):
-        assert wide.tolist() == [3.0] * 3
-
-
 LAGS = [(0, 2, 1), (3, 0, 1), (0, 0, 0)]
 """Steps of each rank between its snapshot and the mean's coming; none at the end."""
 
@@ -235,6 +195,7 @@ LAGS = [(0, 2, 1), (3, 0, 1), (0, 0, 0)]
 @pytest.mark.parametrize(
     "weights", [(1, 1, 1), (8, 3, 1), (2, 0, 5)], ids=["plain", "weighted", "one zero"]
 )
+@SHARING
 def test_a_late_mean_keeps_the_steps_that_were_taken_meanwhile(
     weights: Weights, rule: Any, shares_host: bool
 ) -> None:

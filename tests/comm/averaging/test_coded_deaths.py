@@ -17,29 +17,19 @@ from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError
 from tests.comm.bus import Bus, Member
-from tests.comm.peers import Peer, Wire, coded
+from tests.comm.peers import Peer, coded
 from tests.comm.plans import plan
 
 NUMEL = 300
 
 
-class Wired(Bus):
-    """Ranks that can send each other messages as well."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self.wire = Wire(world_size)
-
-
 def open_wired(
     group: Member, numel: int, dtype: torch.dtype, codec: str, *, is_overlapped: bool
 ) -> Exchange:
-    """As `open_coded_exchange`, over a wire."""
+    """As `open_coded_exchange`, over the wire of a bus, on which nothing is awaited."""
     if group.world_size == 1 or dtype != torch.float32 or codec == "fp32":
         return open_exchange(cast(Group, group), numel, dtype, torch.device("cpu"))
-    assert isinstance(group.bus, Wired)
-    peer = Peer(group.bus.wire, group.rank)
-    return coded(peer, CODECS[codec], numel)
+    return coded(Peer(group.wire, group.rank), CODECS[codec], numel)
 
 
 @pytest.fixture(autouse=True)
@@ -167,9 +157,9 @@ def check_equal(ranks: Sequence[Rank]) -> None:
         assert torch.equal(rank.model[0].detach(), ranks[0].model[0].detach())
 
 
-def founded(codec: str, has_wide: bool = False) -> tuple[Wired, list[Rank], Account]:
+def founded(codec: str, has_wide: bool = False) -> tuple[Bus, list[Rank], Account]:
     """Three ranks after two windows; something has been left out."""
-    bus, account = Wired(3), Account()
+    bus, account = Bus(3), Account()
     ranks = [Rank(group, codec, has_wide) for group in bus.groups()]
     for number in range(2):
         window(ranks, number, account)
@@ -178,7 +168,7 @@ def founded(codec: str, has_wide: bool = False) -> tuple[Wired, list[Rank], Acco
 
 def connect(ranks: Sequence[Rank]) -> None:
     """They form the next group."""
-    groups = Wired(len(ranks)).groups()
+    groups = Bus(len(ranks)).groups()
     for rank, group in zip(ranks, groups, strict=True):
         rank.averager.reconnect(group)
 
@@ -216,7 +206,7 @@ def test_an_average_that_nobody_has_is_redone_without_the_dead_ranks_part(
 ) -> None:
     bus, ranks, account = founded(codec)
     account.lost += ranks[2].left_out
-    bus.wire.late.add(2)
+    bus.shared.wire.late.add(2)
     before = ranks[0].base
     for place, rank in enumerate(ranks):
         rank.close(200 + place)
@@ -224,8 +214,8 @@ def test_an_average_that_nobody_has_is_redone_without_the_dead_ranks_part(
     assert not ranks[0].averager.has_sum(step)
     with pytest.raises(CommunicationError, match="averaging parameters"):
         ranks[1].averager.adopt(step)
-    bus.wire.late.clear()
-    bus.wire.deliver()  # too late
+    bus.shared.wire.late.clear()
+    bus.shared.wire.deliver()  # too late
     for rank in ranks[:2]:
         rank.drive()
     redo(ranks[:2], before, account)
@@ -285,7 +275,7 @@ def test_what_a_lone_rank_has_not_sent_it_sends_with_those_that_join_it() -> Non
     state = ranks[0].averager.state_dict()
     assert bool(state["groups"][0]["residual"].any())
     state["groups"][0]["residual"] = None
-    joins = Rank(Wired(1).group(0), "int4")
+    joins = Rank(Bus(1).group(0), "int4")
     with torch.no_grad():
         joins.model[0].copy_(ranks[0].model[0])
     joins.averager.load_state_dict(state)

@@ -64,17 +64,6 @@ def test_without_momentum_and_at_rate_one_it_is_the_average(
     assert not torch.equal(outer._base, base)
 
 
-def test_slowmo_over_three_windows_in_closed_form() -> None:
-    """u is 4, then 2 + 6 = 8, then 4 − 2 = 2; the rate is 3/4."""
-    base = torch.tensor([100.0])
-    outer, rule = OuterOptimizer(base), OuterStep("slowmo", 0.75, 0.5)
-    found = []
-    for drift in (4.0, 6.0, -2.0):
-        outer.step(0, torch.tensor([drift]), rule)
-        found.append(float(base))
-    assert found == [97.0, 91.0, 89.5]
-
-
 def test_average_leaves_the_momentum_alone() -> None:
     base, nesterov = torch.zeros(2), OuterStep("nesterov", 1.0, 0.5)
     outer = OuterOptimizer(base)

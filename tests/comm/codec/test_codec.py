@@ -80,13 +80,9 @@ def test_pieces_of_blocks_are_encoded_as_the_whole_is(
     pieces = [range(begin, end) for begin, end in itertools.pairwise(edges)]
     message = CodedMessage(codec, range(size))
     message.memory.fill_(255)
-    out = torch.zeros_like(values)
     for piece in pieces:
         message.write(piece, values[piece.start : piece.stop])
-    for piece in pieces:
-        message.read(piece, out[piece.start : piece.stop])
     assert torch.equal(message.memory, whole)
-    assert torch.equal(out, round_trip(codec, values))
 
 
 @given(
@@ -161,17 +157,6 @@ def test_a_scale_is_rounded_up_so_that_the_largest_code_is_not_exceeded(
             assert scale * codec.largest_code <= largest * (1 + 2**-7)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [0.0, 1e-45, -1e-38, 1e-37])
-def test_next_to_nothing_becomes_nothing_worse(name: str, value: float) -> None:
-    codec = CODECS[name]
-    values = torch.full((40,), value)
-    found = round_trip(codec, values)
-    assert bool(found.isfinite().all())
-    bound = error_bound(codec, float(values[0].abs()))  # 1e-45 is not a float32
-    assert float((found - values).abs().max()) <= bound
-
-
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**127])
 def test_what_is_no_number_spoils_its_block_and_no_other(name: str, bad: float) -> None:
@@ -196,14 +181,6 @@ def test_floating_point_codecs_keep_what_is_no_number(name: str, bad: float) -> 
     message = CodedMessage(codec, range(3))
     assert not message.write(message.part, values)
     assert torch.equal(round_trip(codec, values).isfinite(), values.isfinite())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_encoding_leaves_its_input_alone(name: str) -> None:
-    values = torch.randn(1000)
-    before = values.clone()
-    round_trip(CODECS[name], values)
-    assert torch.equal(values, before)
 
 
 @given(

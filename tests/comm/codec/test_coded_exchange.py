@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.comm.codec.codec import CODECS, Codec
+from elche.comm.codec.coded_exchange import open_coded_exchange
 from elche.errors import ProtocolError
 from tests.comm.codec.codec_bounds import error_bound
 from tests.comm.peers import (
@@ -24,6 +25,7 @@ from tests.comm.peers import (
     poll_all,
     summed,
 )
+from tests.comm.thread_group import on_ranks
 
 NAMES = tuple(CODECS)
 
@@ -133,43 +135,6 @@ def test_polling_one_exchange_advances_all_of_its_group() -> None:
     assert not peers[0].exchanges
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_memory_is_all_that_is_held(world_size: int, codec: str) -> None:
-    """Counted before anything was sent, as what there is after some sums."""
-    _, ends = exchanges(world_size, CODECS[codec], 300_001)
-    for seed in range(2):
-        summed(ends, [message(seed + r, 300_000) for r in range(world_size)])
-    for end in ends:
-        messages = [end._contribution, end.result(0)]
-        own = {each.untyped_storage().data_ptr() for each in messages}
-        held = _storages(end, set())
-        beside = sum(size for at, size in held.items() if at not in own)
-        assert end.extra_bytes == beside
-
-
-def _storages(value: Any, seen: set[int]) -> dict[int, int]:
-    """Bytes of all tensors that an object holds, by address."""
-    if id(value) in seen or isinstance(value, (str, type, Peer)):
-        return {}
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
-    parts: list[Any] = []
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = list(value)
-    elif type(value).__module__.startswith("elche"):
-        parts = list(getattr(value, "__dict__", {}).values())
-        parts += [getattr(value, n, None) for n in getattr(value, "__slots__", ())]
-    found: dict[int, int] = {}
-    for part in parts:
-        found |= _storages(part, seen)
-    return found
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_a_rank_sends_the_least_bytes_of_a_sum(world_size: int) -> None:
     codec, numel = CODECS["int8"], 1_280_000
@@ -232,13 +197,7 @@ def test_a_light_message_does_not_blow_up_the_error_of_a_heavy_one(
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("place", "bad"),
-    [
-        (0, math.nan),
-        (150, math.inf),
-        (299, -math.inf),
-        (300, math.nan),
-        (300, math.inf),
-    ],
+    [(0, math.nan), (150, -math.inf), (300, math.nan), (300, math.inf)],
 )
 @pytest.mark.every(7)
 def test_what_is_no_number_makes_the_sum_none_on_every_rank(
@@ -264,6 +223,18 @@ def test_a_sum_that_leaves_float32_is_none_on_every_rank() -> None:
     huge = torch.cat([torch.full((300,), 1.5e38), torch.ones(1)])
     for each in summed(ends, [huge] * 3):
         assert bool(each.isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [(torch.float32, "fp32"), (torch.float64, "int8")], ids=str
+)
+def test_what_is_not_encoded_goes_through_a_plain_exchange(
+    dtype: torch.dtype, codec: str
+) -> None:
+    def opened(group: Any) -> str:
+        return type(open_coded_exchange(group, 11, dtype, codec)).__name__
+
+    assert on_ranks(2, opened) == ["GlooExchange"] * 2
 
 
 def test_a_negative_weight_is_refused() -> None:

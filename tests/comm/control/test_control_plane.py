@@ -197,18 +197,6 @@ def test_a_silent_stranger_does_not_outlive_the_server() -> None:
     gc.collect()
 
 
-def test_one_rank_that_vanishes_ends_the_other_with_its_name(served: Served) -> None:
-    with closing(served.channel(0)) as first:
-        with closing(served.channel(1)) as second:
-            for rank, channel in enumerate((first, second)):
-                channel.send(join_of(PAIR, rank, PAIR.devices[0]))
-            for channel in (first, second):
-                assert isinstance(channel.receive(WAIT_S, "welcome"), Welcome)
-        abort = first.receive(WAIT_S, "the reason")
-        assert isinstance(abort, Abort)
-        assert "rank 1 is gone" in abort.reason
-
-
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_after_the_end_is_told_why_without_asking(
     served: Served, late: int
@@ -497,10 +485,3 @@ def test_whoever_else_listens_there_is_no_coordinator(greeting: bytes) -> None:
             ControlChannel.connect(listener.getsockname(), KEY, 3, WAIT_S)
         thread.join(WAIT_S)
     gc.collect()
-
-
-def test_nobody_listening_is_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-    with pytest.raises(CommunicationError, match="rank 3 cannot reach"):
-        ControlChannel.connect(address, KEY, 3, WAIT_S)

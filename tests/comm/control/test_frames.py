@@ -86,20 +86,14 @@ def test_another_key_or_connection_is_refused(key: bytes, nonce: bytes) -> None:
         list(receiver.feed(sender.encode({"a": 1})))
 
 
-def test_a_replayed_frame_is_refused() -> None:
+@pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2), (2,)])
+def test_replayed_reordered_and_dropped_frames_are_refused(
+    order: tuple[int, ...],
+) -> None:
     sender, receiver = pair()
-    frame = sender.encode({"a": 1})
-    assert list(receiver.feed(frame)) == [{"a": 1}]
+    frames = [sender.encode({"a": number}) for number in range(3)]
     with pytest.raises(ProtocolError, match="not authentic"):
-        list(receiver.feed(frame))
-
-
-def test_reordered_and_left_out_frames_are_refused() -> None:
-    for order in ((1, 0), (0, 2), (2,)):
-        sender, receiver = pair()
-        frames = [sender.encode({"a": number}) for number in range(3)]
-        with pytest.raises(ProtocolError, match="not authentic"):
-            list(receiver.feed(b"".join(frames[number] for number in order)))
+        list(receiver.feed(b"".join(frames[number] for number in order)))
 
 
 def test_what_came_before_a_bad_frame_is_given_first() -> None:
@@ -127,33 +121,21 @@ def test_an_oversized_frame_is_refused_before_it_is_received(length: int) -> Non
         list(receiver.feed(struct.pack(">I", length) + bytes(TAG_BYTES)))
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"",
-        b"\xc1",
-        b"\x81\x90\x01",
-        b"\x81\x01\x01",
-        b"\xa1\xff",
-        b"\xc7\x01\xff\x00",
-        b"\xd9\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\x91" * 5000,
-        b"\x01\x02",
-    ],
-    ids=[
-        "nothing",
-        "reserved",
-        "list as key",
-        "number as key",
-        "no UTF-8",
-        "bad timestamp",
-        "short text",
-        "endless map",
-        "deep",
-        "two values",
-    ],
-)
+NONSENSE = {
+    "nothing": b"",
+    "reserved": b"\xc1",
+    "list as key": b"\x81\x90\x01",
+    "number as key": b"\x81\x01\x01",
+    "no UTF-8": b"\xa1\xff",
+    "bad timestamp": b"\xc7\x01\xff\x00",
+    "short text": b"\xd9\xff",
+    "endless map": b"\xdf\xff\xff\xff\xff",
+    "deep": b"\x91" * 5000,
+    "two values": b"\x01\x02",
+}
+
+
+@pytest.mark.parametrize("payload", NONSENSE.values(), ids=NONSENSE)
 def test_authentic_nonsense_is_refused(payload: bytes) -> None:
     _, receiver = pair()
     with pytest.raises(ProtocolError, match="not msgpack"):
@@ -165,10 +147,6 @@ def test_a_message_too_large_for_a_frame_is_refused_by_its_sender() -> None:
     sender, _ = pair()
     with pytest.raises(ProtocolError, match=str(MAX_PAYLOAD_BYTES)):
         sender.encode({"a": bytes(MAX_PAYLOAD_BYTES + 1)})
-
-
-def test_the_greeting_carries_the_nonce() -> None:
-    assert nonce_of(MAGIC + NONCE) == NONCE
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.buckets.bucket import Bucket
-from elche.comm.gradients.part_weights import Lost, StepPart
+from elche.comm.gradients.part_weights import StepPart
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.transport.exchange import SharedExchange
 from elche.comm.transport.process_group import Group
@@ -104,32 +104,6 @@ def test_a_message_is_summed_before_the_next_gradient(
     made.end_step()
     assert seen == [[True, True, True]] or seen == [[True, True, False]]
     assert [p.grad.item() for p in chain if p.grad is not None] == [7.5, 5.0, 3.0]
-
-
-def test_a_group_of_one_rescales_buckets_without_a_gradient(
-    chain: list[nn.Parameter],
-) -> None:
-    made = reducer(chain, Group.alone(1.0))
-    made.lost = lambda label, passes: Lost(0.5, 0.5)
-    for _ in range(2):
-        chain[1].grad = None
-        made.begin_step(StepPart(1.0, 1))
-        chain[1].sum().backward()
-        made.end_step()
-        grads = [p.grad for p in chain]
-        assert grads == [None, torch.tensor([2.0]), None]
-
-
-def test_what_has_not_come_is_summed_at_the_end(chain: list[nn.Parameter]) -> None:
-    made = reducer(chain)
-    first, second, third = exchanges(made)
-    come(second)
-    come(third)
-    chain[0].register_hook(lambda gradient: come(first))
-    made.begin_step(StepPart(1.0, 2))
-    loss_of(chain).backward()
-    made.end_step()
-    assert [p.grad.item() for p in chain if p.grad is not None] == [15.0, 10.0, 6.0]
 
 
 def test_own_gradients_are_let_go_when_sums_are_handed_out(

@@ -126,25 +126,32 @@ def total(found: Sequence[Gradients]) -> Gradients:
 
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("cap_bytes", CAPS)
-@pytest.mark.parametrize("sizes", [(4, 4), (5, 1), (4, 0), (4, 4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *([sizes] * 6 for sizes in ((4, 4), (5, 1), (4, 0), (4, 4, 4))),
+        *([(4,) * ranks, (2,) * ranks] * 4 for ranks in (2, 3)),
+    ],
+    ids=lambda plan: f"{plan[0]}, {plan[1]}",
+)
 @pytest.mark.every(5)
 def test_what_is_not_sent_is_kept(
-    codec: str, cap_bytes: int, sizes: tuple[int, ...]
+    codec: str, cap_bytes: int, plan: list[tuple[int, ...]]
 ) -> None:
     """What was handed out and what is left make the sum of the gradients.
 
-    Also where buckets are laid out anew after the first pass.
+    Also where buckets are laid out anew after the first pass, and where no rank uses
+    the second layer in every other pass, and drops its sum.
     """
-    steps = 6
 
     def run(group: ThreadGroup, model: Net) -> tuple[list[Gradients], Any]:
         reducer = coded(model, group, codec, cap_bytes)
-        found = trained(reducer, model, group.rank, [sizes] * steps)
-        return found, unsent(reducer, sizes[group.rank] / sum(sizes))
+        found = trained(reducer, model, group.rank, plan)
+        return found, unsent(reducer, plan[-1][group.rank] / sum(plan[-1]))
 
-    ranks = on_ranks(len(sizes), run, [net() for _ in sizes])
+    ranks = on_ranks(len(plan[0]), run, [net() for _ in plan[0]])
     got = total(ranks[0][0])
-    true = total([true_gradient(number, sizes) for number in range(steps)])
+    true = total([true_gradient(number, sizes) for number, sizes in enumerate(plan)])
     off = 0.0
     for index in range(1, len(got)):  # nobody uses the first one
         left = sum(left[index].double() for _, left in ranks)
@@ -152,32 +159,6 @@ def test_what_is_not_sent_is_kept(
         torch.testing.assert_close(mine + left, want, rtol=1e-5, atol=1e-5)
         off = max(off, float((mine - want).abs().max()))
     assert off > 1e-5  # something was left out
-
-
-@pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize("cap_bytes", CAPS)
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.every(5)
-def test_what_nobody_uses_in_a_pass_keeps_what_was_left_out(
-    codec: str, cap_bytes: int, world_size: int
-) -> None:
-    """In every other pass no rank uses the second layer, and drops its sum."""
-    plan = [(4 if number % 2 == 0 else 2,) * world_size for number in range(8)]
-
-    def run(group: ThreadGroup, model: Net) -> tuple[list[Gradients], Any]:
-        reducer = coded(model, group, codec, cap_bytes)
-        return trained(reducer, model, group.rank, plan), residuals(reducer)
-
-    ranks = on_ranks(world_size, run, [net() for _ in range(world_size)])
-    got = total(ranks[0][0])
-    true = total([true_gradient(number, sizes) for number, sizes in enumerate(plan)])
-    for index in range(1, len(got)):  # nobody uses the first one
-        left = sum(left[index].double() for _, left in ranks) / world_size
-        one, other = got[index], true[index]
-        assert one is not None
-        assert other is not None
-        mine, want = one.flatten(), other.flatten()
-        torch.testing.assert_close(mine + left, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("codec", LOSSY)

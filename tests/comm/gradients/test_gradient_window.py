@@ -188,19 +188,6 @@ def test_what_is_no_number_on_one_rank_counts_nowhere() -> None:
             assert window.is_finite  # of the window to come
 
 
-def test_channels_last_gradients_keep_their_places() -> None:
-    parameter = nn.Parameter(
-        torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
-    )
-    gradient = torch.arange(24.0).view(2, 3, 2, 2)
-    window = GradientWindow([parameter], Bus(1).group(0))
-    parameter.grad = gradient.to(memory_format=torch.channels_last)
-    window.add(3)
-    reduce_all([window])
-    assert parameter.grad is not None
-    assert torch.equal(parameter.grad, gradient)
-
-
 def test_a_failed_reduction_is_redone_with_those_who_are_left() -> None:
     bus = Bus(2)
     model = Net()
@@ -229,11 +216,6 @@ def test_samples_that_cannot_be_are_refused(samples: float) -> None:
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
         GradientWindow([], Bus(1).group(0))
-
-
-def test_memory_is_counted() -> None:
-    window = GradientWindow([nn.Parameter(torch.zeros(10))], Bus(1).group(0))
-    assert window.extra_bytes == 80
 
 
 def test_the_memory_of_shared_sums_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,20 +124,6 @@ def test_a_group_of_one_accumulates_like_plain_pytorch(kind: str) -> None:
     on_ranks(1, run, nets(1))
 
 
-def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:
-    def run(group: ThreadGroup, model: Net) -> Gradients:
-        reducer = reducer_of(model, group, 1)
-        reducer.attach()
-        reducer.begin_step(StepPart(float(group.rank == 0), 1))
-        x = batch_of(group.rank, 0, 5)
-        x[group.rank :] *= 1.0 if group.rank == 0 else torch.inf
-        model.losses(x).mean().backward()
-        reducer.end_step()
-        return gradients_of(model)
-
-    check(on_ranks(2, run, nets(2)), alone(0, (5, 5), (1.0, 0.0)))
-
-
 def test_a_rank_without_samples_adds_nothing_where_losses_are_sums() -> None:
     def run(group: ThreadGroup, model: Net) -> Gradients:
         reducer = reducer_of(model, group, 300)
@@ -151,21 +137,6 @@ def test_a_rank_without_samples_adds_nothing_where_losses_are_sums() -> None:
     means = alone(0, (5, 5), (1.0, 0.0))
     sums = [None if mean is None else 5 * mean for mean in means]
     check(on_ranks(2, run, nets(2)), sums)
-
-
-@pytest.mark.parametrize("cap_bytes", CAPS.values(), ids=CAPS)
-def test_a_parameter_that_only_one_rank_uses(cap_bytes: int) -> None:
-    """It comes in other passes than its bucket expects, and from the other rank."""
-    steps = [(5, 1), (5, 1), (1, 1), (1, 5), (4, 4)]
-
-    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
-        reducer = reducer_of(model, group, cap_bytes)
-        reducer.attach()
-        return trained(reducer, model, group.rank, steps)
-
-    ranks = on_ranks(2, run, nets(2))
-    for step, sizes in enumerate(steps):
-        check([found[step] for found in ranks], alone(step, sizes))
 
 
 def accumulated(model: Net, reducer: GradientReducer, group: ThreadGroup) -> None:

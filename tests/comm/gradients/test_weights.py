@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.auto import auto_chooser
 from tests.comm.gradients.cases.weight_cases import (
     Ended,
     Job,
@@ -15,9 +14,8 @@ from tests.comm.gradients.cases.weight_cases import (
     on_ranks,
     weigh_by,
 )
-from tests.distributed.cases.tasks import COMMON_STEPS, difference, identical
+from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
-from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -71,45 +69,12 @@ def test_ranks_without_samples_and_steps_without_a_token(
     check(ranks3, job, alone(job))
 
 
-@PADDED
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_gradient_windows_of_unequal_shares(
-    ranks2: RankPool, loss: str, is_padded: bool
-) -> None:
-    """Windows of two batches and one: every step is one on three batches' tokens."""
-    job = Job(
-        samples=16 * 3 * 6 + 20,
-        epochs=2,
-        loss=loss,
-        shuffle=False,
-        is_padded=is_padded,
-        options={**COMMON_STEPS, "local_batch_size": 16},
-    )
-    check(ranks2, job, alone(dataclasses.replace(job, batch_size=48)))
-
-
 def test_a_window_without_a_token_changes_nothing(ranks2: RankPool) -> None:
     """Where a window of a batch from each rank is padding alone there is no step."""
     options = {"policy": "cadence", "update": "gradients", "deterministic": True}
     job = Job(samples=43, batch_size=1, shuffle=False, options=options)
     reference = dataclasses.replace(job, batch_size=2)
     check(ranks2, job, alone(reference, steps_on_padding=False))
-
-
-def test_auto_switches_between_policies(
-    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In step, then rank 1 alone in windows, then in step again."""
-    together, alone_1 = ("sync", ()), ("sync", (1,))
-    want(monkeypatch, together, alone_1, alone_1, together)
-    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 2)
-    options = {"policy": "auto", "max_anchor": 20}
-    job = Job(samples=960, batch_size=8, epochs=4, options=options)
-    ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread)
-    reference = alone(job)
-    assert identical([end.state for end in ends])
-    assert difference(ends[0].state, reference.state) <= 1e-12
-    assert ends[0].logged == pytest.approx(reference.logged, rel=1e-12)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])

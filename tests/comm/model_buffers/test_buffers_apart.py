@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.auto import first_choice
-from tests.comm.joined import meeting
-from tests.comm.model_buffers.cases.buffer_cases import Script, Seen, regrouped, train
+from tests.comm.model_buffers.cases.buffer_cases import Seen, train
 from tests.distributed.cases.tasks import identical
-from tests.harness.choices import want
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -27,7 +24,6 @@ CHANGES = (
     ("is wider", 0),
     ("is of another kind", 1),
 )
-WINDOWS = ("cadence", "async")
 EVERY: tuple[dict[str, Any], ...] = (
     {"policy": "sync"},
     {"policy": "cadence", "max_anchor": 2},
@@ -46,11 +42,10 @@ def crossed(others: Sequence[Any]) -> list[Any]:
     ]
 
 
-def check(found: list[Seen], script: Script) -> None:
+def check(found: list[Seen], change: str) -> None:
     """All went well: what is not a rank's own is equal, and was averaged."""
-    own = {"appears": "late", "appear in another order": "late_b", "is wider": ""}.get(
-        script.change, "cache"
-    )
+    names = {"appears": "late", "appear in another order": "late_b", "is wider": ""}
+    own = names.get(change, "cache")
     for seen in found:
         told = [f"buffers {own}: each rank keeps its own"] if own else []
         assert seen.said == told
@@ -61,37 +56,10 @@ def check(found: list[Seen], script: Script) -> None:
         assert bool(same[0][name].any())
 
 
-@pytest.mark.parametrize(("policy", "change", "rank"), crossed(WINDOWS))
-@pytest.mark.every(2)
-def test_windows_take_over(
-    ranks2: RankPool,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    change: str,
-    rank: int,
-) -> None:
-    want(monkeypatch, (policy, ()))
-    monkeypatch.setattr(first_choice, "MOST_STEPS", 1)
-    script = Script(change, rank, {"policy": "auto", "max_anchor": 4}, samples=240)
-    found = ranks2.run(train, script, case_setup=serve_in_thread)
-    check(found, script)
-    assert all(seen.policies == ["sync", policy] for seen in found)
-
-
 @pytest.mark.parametrize(("options", "change", "rank"), crossed(EVERY))
 @pytest.mark.every(3)
 def test_a_layer_is_unfrozen(
     ranks2: RankPool, options: dict[str, Any], change: str, rank: int
 ) -> None:
-    script = Script(change, rank, options, unfreezes=True)
-    found = ranks2.run(train, script, case_setup=serve_in_thread)
-    check(found, script)
-
-
-@pytest.mark.parametrize("change", ["goes", "comes"])
-def test_members_change(ranks3: RankPool, change: str) -> None:
-    states = ranks3.run(regrouped, change, case_setup=meeting)
-    held = states[:2] if change == "goes" else states
-    assert identical(held)
-    assert float(held[0]["last.num_batches_tracked"]) > 2
-    assert bool(held[0]["first.running_mean"].all())
+    given = change, rank, options
+    check(ranks2.run(train, *given, case_setup=serve_in_thread), change)

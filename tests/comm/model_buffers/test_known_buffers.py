@@ -128,18 +128,6 @@ def test_a_buffer_of_another_dtype_has_been_written() -> None:
     assert watch.written() == [0]
 
 
-def test_statistics_are_the_mean_over_the_ranks_that_had_samples() -> None:
-    def averaged(group: Any) -> list[float]:
-        model = nn.BatchNorm1d(2)
-        averager = BufferAverager(model, KnownBuffers(model), group)
-        assert model.running_mean is not None
-        model.running_mean.fill_(group.rank + 1.0)
-        averager.average(2, mine=group.rank > 0)
-        return [float(each) for each in model.running_mean]
-
-    assert on_ranks(3, averaged) == [[2.5, 2.5]] * 3
-
-
 def test_buffers_whose_agreement_failed_do_not_travel() -> None:
     def failed(group: Any) -> list[int]:
         model = nn.BatchNorm1d(2)

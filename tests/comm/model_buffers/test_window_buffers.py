@@ -207,18 +207,6 @@ def test_only_what_changed_travels() -> None:
     assert [model.mean[0, 0].item() for model in models] == [0.5, 0.5]
 
 
-def test_a_count_that_comes_meanwhile_is_told_in_the_next_window() -> None:
-    models, held = ranks(2)
-    models[0].count[0] += 1
-    for each in held:
-        each.take()
-    begin(held, [True, True])
-    models[1].count[0] += 10
-    finish(held)
-    assert [model.count[0].item() for model in models] == [6, 16]
-    assert [each.changed() for each in held] == [(), (COUNT,)]
-
-
 @pytest.mark.parametrize("travelled", [False, True])
 def test_after_a_window_that_counts_nowhere_all_is_as_before(travelled: bool) -> None:
     # Once: statistics of rejected batches, which may be no numbers, stayed for good;
@@ -261,17 +249,6 @@ def test_a_large_buffer_is_kept_from_its_first_travel_on() -> None:
         average(held, plan(weight=weight, active_ranks=int(weight), buffers=(0,)))
         assert model.table[0].item() == expected
         assert held.changed() == ()
-
-
-def test_a_rank_of_weight_zero_counts_nothing_and_sends_no_nan() -> None:
-    models, held = ranks(2)
-    models[0].mean.fill_(2.0)
-    models[1].mean.fill_(float("nan"))
-    models[1].count[0] += 7
-    window(held, True, False)
-    for model in models:
-        assert model.mean[0, 0].item() == 2.0
-        assert model.count[0].item() == 5
 
 
 def test_a_failed_reduction_is_redone_in_another_group() -> None:

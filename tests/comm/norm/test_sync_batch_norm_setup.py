@@ -86,10 +86,12 @@ def test_layers_converted_after_setup_meet_from_the_next_epoch_on(
     [
         ("sync", 2, "or BatchNorm layers converted, inside an epoch"),
         ("cadence", 0, "1 is a SyncBatchNorm layer, which needs all"),
+        ("async", None, "1 is a SyncBatchNorm layer, which needs all"),
+        ("auto", None, "1 is a SyncBatchNorm layer, which needs all"),
     ],
 )
-def test_layers_converted_too_late_are_refused(
-    ranks2: RankPool, policy: str, batches: int, says: str
+def test_layers_converted_too_late_or_where_ranks_do_not_meet_are_refused(
+    ranks2: RankPool, policy: str, batches: int | None, says: str
 ) -> None:
     task = dataclasses.replace(TASK, options={"policy": policy})
     ends = ranks2.run(
@@ -97,27 +99,6 @@ def test_layers_converted_too_late_are_refused(
     )
     for end in ends:
         assert says in str(end.error)
-
-
-def test_ranks_without_samples_count_nowhere(ranks3: RankPool) -> None:
-    task = dataclasses.replace(TASK, samples=40, batch_size=2)
-    shared = dataclasses.replace(task, options={"policy": "sync"})
-    states = ranks3.run(train_with_setup, shared, case_setup=serve_in_thread)
-    assert identical(states)
-    assert difference(states[0], plain(task).state) <= 1e-11
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
-def test_policies_in_which_ranks_do_not_meet_refuse(
-    ranks2: RankPool, policy: str
-) -> None:
-    task = dataclasses.replace(TASK, options={"policy": policy})
-    ended = ranks2.run(
-        train_with_setup, task, case_setup=serve_in_thread, expect_failure=True
-    )
-    for outcome in ended:
-        assert outcome.error is not None
-        assert "1 is a SyncBatchNorm layer, which needs all" in outcome.error.text
 
 
 def _said_at_setup(policy: str, prepare: str) -> list[str]:

@@ -105,15 +105,6 @@ def test_one_side_is_reclaimed_when_all_have_read_it() -> None:
     first.begin(0)
 
 
-def test_a_wait_for_a_rank_that_has_not_come_names_it() -> None:
-    first, _, third = shared(3, 4)
-    first.begin(0)
-    third.begin(0)
-    assert not first.poll()
-    with pytest.raises(CommunicationError, match=r"a test; ranks that did .* 1$"):
-        first.wait("a test")
-
-
 class Dying:
     """A group in which a rank dies while memory is shared."""
 

@@ -21,13 +21,10 @@ from tests.comm.transport.cases.host_sums import (
     messages_of,
     not_mapped,
     probed,
-    summed,
 )
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
-
-COUNT = 7
 
 
 class Late:
@@ -72,26 +69,6 @@ class Lone:
 def of(hosts: str) -> list[dict[str, str]]:
     """One letter per rank."""
     return [{"ELCHE_HOST": name} for name in hosts]
-
-
-@pytest.mark.parametrize("hosts", ["aabb", "aaab", "abab", "abbc"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.every(3)
-def test_every_message_is_the_sum_on_every_rank(
-    ranks4: RankPool, hosts: str, dtype: torch.dtype
-) -> None:
-    for sums in (1, 2):
-        found = ranks4.run(
-            summed, COUNT, dtype, sums, case_setup=meeting, env=of(hosts)
-        )
-        sent = [messages_of(rank, COUNT, dtype) for rank in range(4)]
-        close = 1e-12 if dtype is torch.float64 else 0.05
-        for number, parts in enumerate(zip(*sent, strict=True)):
-            first = found[0][number]
-            assert all(torch.equal(first, each[number]) for each in found)
-            torch.testing.assert_close(
-                first.double(), sum(parts).double(), rtol=close, atol=close
-            )
 
 
 def test_who_was_handed_a_sum_can_hand_it_on(ranks3: RankPool) -> None:

@@ -63,18 +63,16 @@ def test_the_probe_is_short_and_right(
     assert reductions_s <= 4 * MOST_S
 
 
-def test_a_quick_link_is_probed_with_long_messages(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("element_s", "longest"), [(1e-9, PROBED_ELEMENTS), (1.5 * 32.0 / 1e7, 1 << 15)]
+)
+def test_only_a_quick_link_is_probed_with_long_messages(
+    monkeypatch: pytest.MonkeyPatch, element_s: float, longest: int
 ) -> None:
-    _, sent = probed(monkeypatch, SlowGroup(1e-4, 1e-9), 9_930_000)
-    assert max(sent) == PROBED_ELEMENTS
-
-
-def test_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten megabits: three rounds of a million elements took 15 s."""
-    group = SlowGroup(1e-4, 1.5 * 32.0 / 1e7)
+    """At ten megabits three rounds of a million elements took 15 s."""
+    group = SlowGroup(1e-4, element_s)
     _, sent = probed(monkeypatch, group, 9_930_000)
-    assert max(sent) == 1 << 15
+    assert max(sent) == longest
     assert group.now_s < 0.5
 
 

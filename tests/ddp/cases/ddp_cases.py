@@ -86,19 +86,6 @@ class Tied(nn.Module):
         return out
 
 
-class Complex(nn.Module):
-    """A complex parameter beside real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Parameter(torch.randn(FEATURES, 4, dtype=torch.complex128))
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head((x.to(torch.complex128) @ self.turn).abs())
-        return out
-
-
 def build(model: str, dtype: str = "float64", seed: int = 3) -> nn.Module:
     """A model of that name, the same at every call with the same seed."""
     torch.manual_seed(seed)
@@ -121,8 +108,6 @@ def build(model: str, dtype: str = "float64", seed: int = 3) -> nn.Module:
         made = Branches()
     elif model == "tied":
         made = Tied()
-    elif model == "complex":
-        return Complex().double()
     else:
         raise ValueError(model)
     return made.to(getattr(torch, dtype))

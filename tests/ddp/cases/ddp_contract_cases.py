@@ -46,21 +46,18 @@ def local_gradients(model: nn.Module, seed: int = 0) -> dict[str, Any]:
     return gradients_of(twin)
 
 
-def without_sync() -> tuple[Any, Any, Any]:
-    """Gradients inside no_sync, those of this rank alone, and the reductions."""
+def unreduced(how: str) -> tuple[Any, Any]:
+    """Gradients by a strategy or inside `no_sync`, and those of this rank alone."""
     with torch_world():
-        ddp = DistributedDataParallel(build("mlp"))
-        with ddp.no_sync():
+        if how == "no_sync":
+            ddp = DistributedDataParallel(build("mlp"))
+            with ddp.no_sync():
+                backward(ddp)
+            assert ddp.last_reduction is None
+        else:
+            ddp = DistributedDataParallel(build("mlp"), strategy=how)
             backward(ddp)
-        found = gradients_of(ddp.module), local_gradients(ddp.module)
-        return *found, ddp.last_reduction
-
-
-def unreduced(strategy: str) -> tuple[Any, Any]:
-    with torch_world():
-        ddp = DistributedDataParallel(build("mlp"), strategy=strategy)
-        backward(ddp)
-        ddp.join_step()
+            ddp.join_step()
         return gradients_of(ddp.module), local_gradients(ddp.module)
 
 
@@ -178,11 +175,7 @@ def weigh(case: str) -> Any:
             ddp.set_weight((30.0, 10.0)[rank])
         elif case == "zero":
             ddp.set_weight(float(rank))
-        if case == "dim":
-            x, y = data()
-            F.cross_entropy(ddp(x), y).backward()
-        else:
-            backward(ddp)
+        backward(ddp)
         first = ddp.last_reduction.weights
         reduced = gradients_of(ddp.module)
         backward(ddp, 1)
@@ -195,10 +188,6 @@ def refused(case: str) -> str:
     model, options = build("mlp"), {}
     if case == "shape" and odd:
         model[2] = nn.Linear(16, 4).double()
-    elif case == "dtype" and odd:
-        model[2].float()
-    elif case == "count" and odd:
-        model.append(nn.Linear(3, 3).double())
     elif case == "frozen" and odd:
         model[0].requires_grad_(False)
     elif case == "order" and odd:
@@ -208,8 +197,6 @@ def refused(case: str) -> str:
         model = build("deep")[:6]
     elif case == "plan":
         options["bucket_cap_mb"] = 2.0 if odd else 1.0
-    elif case == "static":
-        options["static_graph"] = odd
     elif case == "sparse" and odd:
         model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
     elif case == "meta" and odd:

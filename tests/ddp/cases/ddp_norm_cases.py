@@ -55,14 +55,3 @@ def refusals() -> list[str]:
         torchs = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
         note(lambda: DistributedDataParallel(torchs))
     return said
-
-
-def mixed_models() -> str:
-    """Rank 1 forgot to convert."""
-    with torch_world():
-        model = converted() if this_place().rank == 0 else build("cnn")
-        try:
-            DistributedDataParallel(model)
-        except elche.errors.MismatchError as error:
-            return str(error)
-    return ""

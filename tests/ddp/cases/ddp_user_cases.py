@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError, MismatchError
 from tests.ddp.cases.ddp_cases import FEATURES, build, gradients_of, torch_world
-from tests.ddp.cases.ddp_contract_cases import KINDS, batch_of, data
+from tests.ddp.cases.ddp_contract_cases import KINDS, data
 from tests.harness.rank_main import this_place
 
 Found = dict[str, Any]
@@ -199,19 +198,6 @@ def chained(wrapper: Any) -> Found:
     return {**end_of(first), **{f"2 {k}": v for k, v in end_of(second).items()}}
 
 
-def averaged_copy(wrapper: Any) -> Found:
-    """A moving average is a copy of the wrapper, and evaluates."""
-    model = build("cnn")
-    ddp = wrapper(model, broadcast_buffers=False)
-    average = AveragedModel(ddp, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    loop(ddp)
-    average.update_parameters(ddp)
-    average.eval()
-    with torch.no_grad():
-        out = average(batch_of(0, 9)[0])
-    return {"out": out, **end_of(average.module.module)}
-
-
 def compiled(wrapper: Any) -> Found:
     """`torch.compile` around the wrapper and inside it."""
     model = build("mlp")
@@ -234,7 +220,6 @@ SCRIPTS: dict[str, Callable[[Any], Found]] = {
         broken_before_any_gradient,
         caches,
         chained,
-        averaged_copy,
         compiled,
     )
 }
@@ -257,19 +242,6 @@ def caches_of_other_lengths() -> str:
                 return f"{error}; then {later}"
             return str(error)
     return "sent"
-
-
-def an_empty_batch() -> tuple[Found, Found]:
-    """Rank 1 has no samples, and a mean of nothing for a loss."""
-    with torch_world():
-        model = build("mlp")
-        ddp = DistributedDataParallel(model)
-        x, y = data(0, 4 - 4 * this_place().rank)
-        F.cross_entropy(ddp(x), y).backward()
-        alone = build("mlp")
-        x, y = batch_of(0, 0)
-        F.cross_entropy(alone(x), y).backward()
-        return gradients_of(model), gradients_of(alone)
 
 
 def a_copy_trains() -> tuple[Found, Found]:

@@ -18,9 +18,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.features.feature import PlainTorch
 from elche.config import DebugConfig
 from tests import device as test_device
-from tests.device.test_models import First
 
 CLASSES = 4
+
+
+class First(nn.Module):
+    """Output of a recurrent module without its state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.module(batch)[0]
+        return outputs
+
+
 MODELS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "mlp": (
         (12,),

@@ -24,7 +24,6 @@ namespace {
 
 using namespace std::chrono_literals;
 using c10d::OpType;
-using c10d::ReduceOp;
 using Milliseconds = std::chrono::milliseconds;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -137,16 +136,6 @@ class Work final : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-at::Tensor reduced(const at::Tensor& rows, ReduceOp::RedOpType how) {
-  switch (how) {
-    case ReduceOp::AVG: return rows.mean(0);
-    case ReduceOp::PRODUCT: return rows.prod(0, false, rows.scalar_type());
-    case ReduceOp::MIN: return rows.amin(0);
-    case ReduceOp::MAX: return rows.amax(0);
-    default: return rows.sum(0, false, rows.scalar_type());
-  }
-}
-
 // A tensor's memory as the streams' threads see it, in one dimension.
 at::Tensor flat(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_non_overlapping_and_dense(), NAME, " needs dense tensors");
@@ -165,12 +154,11 @@ class ProcessGroup final : public c10d::Backend {
   void abort() override { state_->is_aborted = true; }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    const ReduceOp::RedOpType how = options.reduceOp;
-    TORCH_CHECK(how <= ReduceOp::MAX, NAME, " has no reduction ", int(how));
-    const auto take = [how, into = flat(tensors.at(0))](const at::Tensor& rows) {
-      into.copy_(reduced(rows, how));
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, NAME, " has no reduction but sums");
+    const auto take = [into = flat(tensors.at(0))](const at::Tensor& rows) {
+      into.copy_(rows.sum(0, false, rows.scalar_type()));
     };
-    return begin(OpType::ALLREDUCE, tensors, tensors[0], int(how), take, options.timeout);
+    return begin(OpType::ALLREDUCE, tensors, tensors[0], 0, take, options.timeout);
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {

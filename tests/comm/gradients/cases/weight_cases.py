@@ -206,10 +206,8 @@ def weigh_by(kind: str, options: dict[str, Any]) -> None:
             return len(batch[0])
         return {"negative": -1, "nan": torch.tensor(float("nan")), "text": "4"}[kind]
 
-    one_sided = kind == "one-sided" and elche.rank() == 1
-    weigh = None if one_sided else weight_of
     model, optimizer, loader = elche.setup(
-        model, optimizer, loader, weight_of=weigh, **nested(options)
+        model, optimizer, loader, weight_of=weight_of, **nested(options)
     )
     with failing_together():
         for batch in loader:

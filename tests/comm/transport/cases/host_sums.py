@@ -13,9 +13,7 @@ from elche.comm.gradients.buckets.bucket import Bucket, PassOptions
 from elche.comm.transport import shared_memory
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import (
-    HostExchange,
     HostLeaders,
-    leaders_of,
     open_by_hosts,
 )
 from elche.comm.transport.probe import probe_reduction_s
@@ -47,29 +45,6 @@ def messages_of(rank: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]
     """What a rank sends."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(NUMEL, generator=generator, dtype=dtype) for _ in range(count)]
-
-
-def summed(count: int, dtype: torch.dtype, sums: int) -> list[torch.Tensor]:
-    """Messages one after the other, as the buckets of a pass are: two are under way."""
-    found: list[torch.Tensor] = []
-    with joined_hosts() as group:
-        pair = [open_by_hosts(group, NUMEL, dtype, CPU, sums=sums) for _ in range(2)]
-        sent = messages_of(group.rank, count, dtype)
-        for first in range(0, count, 2):
-            for exchange, message in zip(pair, sent[first:], strict=False):
-                assert isinstance(exchange, HostExchange)
-                exchange.reclaim("a test")
-                exchange.contribution(0).copy_(message)
-                exchange.begin(0)
-                exchange.poll()
-            for exchange in pair[: count - first]:
-                found.append(exchange.finish("a test").clone())
-        hosts = group.hosts()
-        assert (group.rank in leaders_of(hosts)) == (
-            group.host_leaders._leaders is not None
-        )
-        group.all_reduce(torch.zeros(1), "the end")
-    return found
 
 
 def not_mapped(victim: int) -> bool:

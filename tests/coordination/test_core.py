@@ -284,36 +284,27 @@ def test_a_rank_that_does_not_exist_is_passed_over(policy: str, event: Event) ->
     assert "no such rank" in core.story()[-1]
 
 
-@pytest.mark.parametrize("samples", [-8, 0, 7, 10**9])
-def test_samples_that_the_batch_does_not_have_end_the_run(samples: int) -> None:
-    """Once: samples are taken on trust; -8 and 0 raise ValueError, ZeroDivision."""
-    plan = with_run(plan_of("cadence", 1), batch_sizes=((8, 1),))
-    core, _ = opened(plan)
-    told = core.handle(batch_done(0, 0, samples=samples), 1.0)
-    told += core.handle(closed(0, 0), 1.0)
-    assert Abort in {type(message) for message in told}
-
-
-@pytest.mark.parametrize("samples", [-4, 0, 3, 8, 10**9])
-def test_samples_that_are_not_the_ranks_share_end_the_run(samples: int) -> None:
-    """Once: under sync, too, samples are taken on trust."""
-    core, told = opened(plan_of("sync"))
-    assert GrantBatches(rank=0, epoch=0, start=0, stop=1, shares=(4, 4)) in told
-    told = core.handle(steps_done(0, 0, 1, samples=samples), 1.0)
-    told += core.handle(steps_done(1, 0, 1), 1.0)
-    assert Abort in {type(message) for message in told}
-
-
-@pytest.mark.parametrize("busy_s", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_times_that_are_none_end_the_run(policy: str, busy_s: float) -> None:
+@pytest.mark.parametrize(
+    ("policy", "change"),
+    [
+        *(("cadence", {"samples": n}) for n in (-8, 0, 7, 10**9)),
+        *(("sync", {"samples": n}) for n in (-4, 0, 3, 8, 10**9)),
+        *(("cadence", {"busy_s": s}) for s in (math.nan, math.inf, -1.0)),
+        *(("sync", {"busy_s": s}) for s in (math.nan, math.inf, -1.0)),
+    ],
+)
+def test_samples_and_times_that_cannot_be_end_the_run(
+    policy: str, change: dict[str, Any]
+) -> None:
+    """Once they were taken on trust; -8 and 0 raised ValueError, ZeroDivisionError."""
     core, told = opened(plan_of(policy))
     if policy == "sync":
-        told = core.handle(steps_done(0, 0, 1, busy_s=busy_s), 1.0)
+        assert GrantBatches(rank=0, epoch=0, start=0, stop=1, shares=(4, 4)) in told
+        told = core.handle(steps_done(0, 0, 1, **change), 1.0)
         told += core.handle(steps_done(1, 0, 1), 1.0)
     else:
-        first = {m.rank: m.start for m in reversed(told) if type(m) is GrantBatches}
-        told = core.handle(batch_done(0, first[0], busy_s=busy_s), 1.0)
+        first = next(m for m in told if isinstance(m, GrantBatches) and m.rank == 0)
+        told = core.handle(batch_done(0, first.start, **change), 1.0)
         told += core.handle(closed(0, 0), 1.0)
         told += core.handle(closed(1, 0), 1.0)
     assert Abort in {type(message) for message in told}

@@ -29,8 +29,8 @@ from elche.sim.simulation import Simulation
 from tests.coordination.sync.step_world import World, check
 from tests.coordination.test_joining import FOUNDERS, Meeting, plan_of
 from tests.harness.reached import reach
-from tests.sim.checks import CHECKED, check_all, told
-from tests.sim.strategies import clusters, deaths
+from tests.sim.checks import CHECKED, check_all
+from tests.sim.strategies import clusters
 from tests.sim.watched import Death, WatchedSimulation
 
 
@@ -139,21 +139,6 @@ def test_the_next_coordinator_goes_on_as_the_last_one_would(
         assert sim.history.finished == set(range(cluster.world_size))
     else:
         check_all(sim)
-
-
-@pytest.mark.reaches("deaths of the coordinator", "deaths", "joins")
-@given(data=st.data())
-@settings(max_examples=20)
-def test_it_dies_while_ranks_die_and_join(data: st.DataObject) -> None:
-    """The undisturbed run of the same cluster tells each rank the same."""
-    cluster = data.draw(clusters("sync", changes=True))
-    drawn = data.draw(deaths())
-    sim = simulate(cluster, data, drawn)
-    calm = WatchedSimulation(cluster, sim.watch, drawn)
-    calm.run()
-    assert told(sim, Event) == told(calm, Event)
-    assert sim.history.committed == calm.history.committed
-    assert sim.history.aborts == calm.history.aborts
 
 
 @pytest.mark.reaches("deaths of the coordinator", "deaths of ranks", "newcomers")

@@ -259,14 +259,6 @@ def test_text_that_is_no_metrics(text: str) -> None:
         EpochMetrics.from_json(text)
 
 
-def test_ranks_may_join() -> None:
-    book = opened(world_size=1)
-    book.add(0, RankReport(rank=0, samples=1))
-    book.add(0, RankReport(rank=2, samples=2))
-    assert book.close_window(0, 11.0).rank_samples == (1, 0, 2)
-    assert book.end_epoch(12.0).rank_samples == (1, 0, 2)
-
-
 def told_of_an_epoch(world_size: int) -> tuple[list[MetricsReported], list[EndEpoch]]:
     totals = EpochTotals(0, world_size, 0.0)
     for rank in range(world_size):

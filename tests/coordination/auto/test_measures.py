@@ -154,16 +154,6 @@ def test_a_reduction_that_shows_more_than_was_probed_takes_what_it_shows() -> No
     assert (found.sync_s, found.hidden) == (pytest.approx(0.05), pytest.approx(0.0))
 
 
-def test_speeds_are_followed() -> None:
-    cluster = Cluster()
-    for samples in (8, 24) * 3:
-        cluster.run([samples] * 2, [0.00125 * samples] * 2)
-    for _ in range(3):
-        cluster.run([8, 24], [0.02, 0.03], count=4)
-    assert cluster.batch_s(0, BATCH) == pytest.approx(0.08, rel=0.02)  # twice as slow
-    assert cluster.batch_s(1, BATCH) == pytest.approx(0.04, rel=0.02)
-
-
 def test_doubt_falls_with_each_step() -> None:
     cluster = Cluster()
     doubts = []

@@ -159,12 +159,3 @@ def test_a_refusal_of_something_huge_is_short(value: Any) -> None:
 def test_what_is_no_mapping_with_a_type_is_refused(wire: Any) -> None:
     with pytest.raises(ProtocolError, match=r"expected a mapping|unknown message"):
         from_wire(wire, ALL)
-
-
-def test_a_bool_is_no_number_and_a_number_no_bool() -> None:
-    wire = to_wire(FROM_WORKERS["Left"](rank=0))
-    with pytest.raises(ProtocolError, match=r"Left.rank: expected int, got True"):
-        from_wire(wire | {"rank": True}, ALL)
-    close = FROM_COORDINATOR["CloseWindow"](rank=0, epoch=0, window=0, drain=False)
-    with pytest.raises(ProtocolError, match=r"CloseWindow.drain: expected bool, got 0"):
-        from_wire(to_wire(close) | {"drain": 0}, ALL)

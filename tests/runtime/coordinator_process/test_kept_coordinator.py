@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -43,8 +42,6 @@ from elche.sim.rank import join_of
 from tests.harness.waiting import until
 
 WAIT_S = 150.0
-KILLS = 12
-"""Each costs the start of a process: seconds on a busy machine."""
 PAIR = Cluster(
     run=SimulatedRun(samples=160, batch_size=8, policy="sync"),
     devices=(Device(seconds_per_sample=0.01, count=2),),
@@ -143,21 +140,6 @@ def test_ranks_go_on_with_the_next_one_where_they_stand(
     assert told == [[str(number) for number in range(200)]] * 2
     assert sum("<- BarrierReached" in line for line in story) == 400
     assert sum("-> BarrierPassed" in line for line in story) == 400
-
-
-@pytest.mark.slow
-def test_it_is_killed_at_any_moment_and_goes_on_from_copies() -> None:
-    begun: set[int] = set()
-    with launcher() as run, ThreadPoolExecutor(1) as training:
-        ended = training.submit(both, run, 1500, lambda rank, number: begun.add(number))
-        while not ended.done() and run.kills < KILLS:
-            number = len(begun)
-            until(lambda: len(begun) > number or ended.done())  # noqa: B023 - at once
-            time.sleep(0.01 * secrets.randbelow(20))  # any moment
-            run.kill()
-        assert ended.result() == [[str(number) for number in range(1500)]] * 2
-        assert run.kept._copy is not None
-        assert run.kills > 1
 
 
 def test_a_rank_that_dies_meanwhile_is_fenced_by_the_launcher_and_lost() -> None:

@@ -215,29 +215,13 @@ def test_what_is_left_alone() -> None:
     assert (len(divided), divided.batch_size, len(divided.dataset)) == (3, 4, 10)
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
-
-
 def set_up(loader: DataLoader[Any], **options: Any) -> Any:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return elche.setup(model, optimizer, loader, **nested(options))[2]
 
 
-@pytest.mark.usefixtures("alone")
-def test_on_one_device_a_stream_is_plain() -> None:
-    stream = Drawn(10)
-    loader = set_up(DataLoader(stream, 4))
-    assert loader.dataset is stream
-    assert [len(numbers) for numbers, _ in loader] == [4, 4, 2]
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("plain_environment")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_on_one_device_an_epoch_can_be_cut(num_workers: int) -> None:
     loader = set_up(
@@ -250,7 +234,7 @@ def test_on_one_device_an_epoch_can_be_cut(num_workers: int) -> None:
     assert elche.epoch_metrics().samples == 10
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("plain_environment")
 def test_on_one_device_a_seed_draws_by_position() -> None:
     draws = [
         [list(zip(*(part.tolist() for part in batch), strict=True)) for batch in loader]

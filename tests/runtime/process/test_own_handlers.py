@@ -86,13 +86,3 @@ def test_a_replacement_that_starts_does_not_cost_the_last_checkpoint() -> None:
     server.take.assert_not_called()
     for each in ranks.values():
         each.send_signal.assert_called_once_with(signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_a_rank_that_elche_kills_is_named_with_the_reason(tmp_path: Path) -> None:
-    with started(tmp_path, "--nproc", "3", SCRIPT, "stop") as run:
-        assert run.end() == 0
-    assert run.output.count("saved") == 2
-    assert "rank 1 has been silent for 10 s, and elche has ended it" in run.output
-    said = "ranks [1] were silent: elche has ended them"
-    assert f"ended with codes [137 (SIGKILL)]: {said}" in run.output

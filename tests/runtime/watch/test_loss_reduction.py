@@ -204,9 +204,3 @@ def test_a_sum_is_an_error_where_it_is_not_said(
     )
     for end in ends:
         assert "the loss is a sum over the batch, but gradients" in str(end.error)
-
-
-@pytest.mark.distributed
-def test_a_sum_that_is_said_trains(ranks2: RankPool) -> None:
-    task = Task(samples=64, batch_size=8, options={"loss_reduction": "sum"})
-    assert sum(ranks2.run(_trained, task, "sum", case_setup=serve_in_thread)) >= 16

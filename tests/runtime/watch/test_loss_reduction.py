@@ -15,10 +15,9 @@ import elche
 from elche.errors import ConfigError
 from elche.runtime.watch.loss_reduction import LossWatch
 from elche.torch_internals.passes import backward_roots
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of what a model returns of a batch (rows of three), and its labels."""
@@ -175,10 +174,7 @@ def test_devices_that_run_hooks_in_their_own_threads() -> None:
 
 def _trained(task: Task, reduction: str) -> int:
     """Batches of two epochs with this loss."""
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
+    model, optimizer, loader = begin(task, **task.options)
     batches = 0
     for _ in range(2):
         for x, y, _, _ in loader:

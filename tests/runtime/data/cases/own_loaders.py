@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import elche
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
+from tests.distributed.cases.tasks import take_step
 
 SAMPLES, SIZE, EPOCHS, MEAN = 52, 8, 3, 3.0
 
@@ -177,9 +177,7 @@ def _train(model: Any, optimizer: Any, batches: Any, found: Found) -> None:
     found.seen.append([])
     found.sums.append(0.0)
     for x, y, number in batches:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x, y)
         run = current_run()
         if run is None or run.current_samples:
             found.seen[-1] += number.tolist()

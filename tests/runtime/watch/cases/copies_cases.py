@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
 from elche.runtime.watch import model_copies
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, build, take_step
 from tests.harness.logged import logged
 from tests.harness.settings import nested
 
@@ -88,9 +87,7 @@ def keep_copies(task: Task) -> Kept:
         step = 0
         for _ in range(task.epochs):
             for x, y, *_ in loader:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
                 step += 1
                 if rank == 0 or step > FIRST_SEEN:
                     ema.update_parameters(model)
@@ -127,9 +124,7 @@ def said_of_copies(task: Task, kind: str) -> list[str]:
     with logged(model_copies.__name__) as lines:
         for _ in range(task.epochs):
             for x, y, *_ in loader:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
                 for one, new in zip(mine, source, strict=True):
                     if kind != "frozen":
                         one.detach().lerp_(new.detach(), 1.0 - DECAY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.report.timeline import Timeline
+from tests.coordination.windows.test_window_loop import opened
 from tests.harness.epoch_hooks import hooks_without_run
 
 
@@ -126,37 +128,22 @@ class Sync:
 
 
 def open_window(window: int, wall_s: float | None) -> OpenWindow:
-    return OpenWindow(
-        rank=0,
-        epoch=0,
-        window=window,
-        wall_s=wall_s,
-        max_batches=None,
-        hold_after=None,
-        adopt_at=None,
-        patience_s=None,
-        committed_samples=0,
-        planned_samples=8,
-        planned_batches=1,
-    )
+    return opened(window, wall_s=wall_s, patience_s=None)
 
 
 def grant(batch: int) -> GrantBatches:
     return GrantBatches(rank=0, epoch=0, start=batch, stop=batch + 1)
 
 
-def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
-    shell = Shell()
+def epoch_of(
+    prefetched: int, sync: Sync | None = None
+) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
+    shell, sync = Shell(), sync or Sync()
     feed = ScriptedFeed(shell, prefetched)
     positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
-    epoch = WindowEpoch(
-        shell,  # type: ignore[arg-type]
-        feed,  # type: ignore[arg-type]
-        positions,
-        Sync(),  # type: ignore[arg-type]
-        WindowLoop(RankTime(1), overlapped=False),
-        hooks_without_run(),
-    )
+    loop = WindowLoop(RankTime(1), overlapped=sync.is_overlapped)
+    parts: Any = shell, feed, positions, sync, loop, hooks_without_run()
+    epoch = WindowEpoch(*parts)
     feed.refill = epoch.refill
     return shell, feed, epoch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import read_placement
 from elche.runtime.process.launchers import read_launcher
 from tests.harness.ports import free_port
-from tests.harness.printing import ended, environment_of
+from tests.harness.printing import ended, started
 
 # What each launcher sets on the last rank, of what elche reads; from their documents.
 SRUN = {
@@ -129,31 +128,22 @@ def test_several_hosts_without_an_address_are_refused_at_once(
         connect(read_placement(), timeout_s=300.0)
 
 
-def test_ranks_of_srun_train_together() -> None:
+def test_ranks_of_srun_train_together(tmp_path: Path) -> None:
     port = free_port(ports=range(15_000, 25_000))  # those of Slurm
-    ranks = []
-    for rank in range(2):
-        told = {
-            **SRUN,
-            "SLURM_JOB_ID": str(port - 15000),
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-        }
-        environment = environment_of(**told)
-        command = [sys.executable, "-c", TRAINING]
-        ranks.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, text=True
-            )
-        )
-    sums = [rank.communicate(timeout=200.0)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    told = {
+        **SRUN,
+        "SLURM_JOB_ID": str(port - 15000),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    own = [told | {"SLURM_PROCID": one, "SLURM_LOCALID": one} for one in "01"]
+    program = [sys.executable, "-c", TRAINING]
+    with started(tmp_path, program, program, variables=own) as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0], ranks[0].output
+    sums = [rank.wait_for(r"(\S+) shared memory\n") for rank in ranks]
     assert sums[0] == sums[1]
-    assert sums[0].endswith("shared memory\n")
 
 
 def test_an_address_of_its_own_is_found_under_elche_run_too(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from tests.runtime.process.test_launcher import RANKS, started
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).parent / "cases" / "handlers.py")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,7 @@ def default_hang_ups() -> Iterator[None]:
 
 def test_signals_reach_the_handlers_of_every_rank(tmp_path: Path) -> None:
     # Once: SIGUSR1 and SIGHUP killed the launcher, and SIGTERM raised RemoteRankError.
-    with started(tmp_path, "--nproc", "2", SCRIPT, "all") as run:
+    with started(tmp_path, "--nproc", "2", SCRIPT) as run:
         run.wait_for(r"rank \d trains", 2)
         for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM"):
             run.process.send_signal(signal.Signals[name])

@@ -196,15 +196,6 @@ def test_names_of_tensors_do_not_collide() -> None:
     assert sorted(found) == ["state.a.b", "state.a.b#2"]
 
 
-def test_tensors_of_the_model_are_named_only() -> None:
-    model = {"weight": torch.ones(2)}
-    node, found = encode({"model": {"weight": model["weight"].detach()}}, "s", model)
-    assert not found
-    assert (
-        decode(node, lambda name, in_model: model[name])["model"]["weight"].sum() == 2
-    )
-
-
 class Colour(enum.IntEnum):
     RED = 1
 

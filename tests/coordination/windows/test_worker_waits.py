@@ -17,7 +17,6 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
 from elche.coordination.protocol.instructions import (
     CloseWindow,
-    EndEpoch,
     GrantBatches,
     Instruction,
     OpenWindow,
@@ -180,12 +179,3 @@ def test_an_order_to_close_that_comes_while_the_loader_draws_is_obeyed_at_once(
         list(epoch.batches())
     done = [] if drain else [BatchesDone]
     assert [type(event) for event in shell.sent] == [*done, WindowClosed]
-
-
-def test_the_end_of_the_epoch_ends_the_loop() -> None:
-    shell, _, epoch = epoch_of(2)
-    shell.inbox.append(
-        EndEpoch(rank=0, epoch=0, samples=80, sync_s=0.1, windows=3, anchor=1)
-    )
-    assert list(epoch.batches()) == []
-    assert shell.sent == []

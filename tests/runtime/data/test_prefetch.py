@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque, namedtuple
+from collections import deque
 from typing import Any
 
 import pytest
@@ -66,9 +66,6 @@ def test_the_probes_arithmetic(
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     assert read_memory(torch.device("cuda")) == (100, *reading)
-
-
-Pair = namedtuple("Pair", ["x", "y"])
 
 
 def test_which_tensors_can_be_seen() -> None:

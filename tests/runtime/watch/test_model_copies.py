@@ -23,7 +23,6 @@ from tests.runtime.watch.cases.copies_cases import (
     DECAY,
     Commit,
     keep_copies,
-    said_of_copies,
 )
 
 SAMPLES, BATCH, EPOCHS = 100, 8, 2
@@ -74,21 +73,27 @@ def test_copies_follow_the_run(ranks2: RankPool, options: dict[str, Any]) -> Non
         torch.testing.assert_close(first.by_hand[name], mean.to(kind))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_copy_that_is_written_by_hand_is_named(ranks2: RankPool, policy: str) -> None:
-    """However it is kept; not one that is handed over, or only read."""
-    options = WINDOWS | {"policy": policy}
-    task = Task(samples=48, batch_size=8, epochs=2, options=options)
-    for kind, count in {
-        "module": 1,
-        "dict": 1,
-        "list": 1,
-        "handed over": 0,
-        "frozen": 0,
-    }.items():
-        found = ranks2.run(said_of_copies, task, kind, case_setup=serve_in_thread)
-        assert [len(lines) for lines in found] == [count, 0], kind
+@pytest.mark.parametrize("kind", ["module", "dict", "list", "handed over", "frozen"])
+def test_a_copy_that_is_written_by_hand_is_named(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However it is kept, once; not one that is handed over, or only read."""
+    model = nn.Linear(3, 2)
+    other, plain = (
+        copy.deepcopy(model),
+        [p.detach().clone() for p in model.parameters()],
+    )
+    named = dict(zip(("weight", "bias"), plain, strict=True))
+    held = {"dict": named, "list": plain}.get(kind, other)
+    copies = ModelCopies(model, [other] if kind == "handed over" else [])
+    copies.begin_epoch(8, 64)
+    for each in [*other.parameters()] if held is other else plain:
+        if kind != "frozen":
+            each.detach().mul_(2.0)
+    for _ in range(2):
+        copies.end_epoch(Group.alone(1.0), has_trained=True)
+    said = [line for line in caplog.messages if "elche does not know" in line]
+    assert len(said) == (kind not in ("handed over", "frozen"))
 
 
 def _ema(commits: list[Commit]) -> list[torch.Tensor]:

@@ -123,37 +123,6 @@ def test_a_rank_that_brings_nothing_finite_ends_the_run_and_is_named(
     assert not ranks[0].discarded
 
 
-@pytest.mark.parametrize(("policy", "update"), WAYS)
-def test_such_a_rank_is_left_out_where_the_run_is_to_go_on(
-    ranks2: RankPool, policy: str, update: str
-) -> None:
-    options = {"policy": policy, "update": update, "non_finite": "leave_out"}
-    ranks = run(ranks2, set(), "rank 1 is broken", **options)
-    assert [rank.ended for rank in ranks] == [("", None, ())] * 2
-    metrics = ranks[0].metrics
-    assert metrics is not None
-    assert metrics.rank_samples[1] == metrics.discarded_samples[0] == 0
-    assert metrics.discarded_samples[1] == len(ranks[1].order) > BATCH
-    assert is_finite(ranks[:1])
-    assert identical(models(ranks))
-    lengths = [len(batches_in(line)) for line in ranks[1].discarded]
-    assert set(lengths[1:]) == {1}
-    assert sum(lengths) * BATCH == len(ranks[1].order)
-
-
-@pytest.mark.parametrize("loop", ["plain", "zeroes first"])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_gradient_that_waits_at_a_windows_end_spoils_no_later_step(
-    ranks2: RankPool, policy: str, loop: str
-) -> None:
-    """Four batches a step in windows of two: every step crosses a window's end."""
-    options = {"policy": policy, "anchor": 2, "max_anchor": 2}
-    ranks = run(ranks2, {17, 46}, loop, 4, non_finite="leave_out", **options)
-    assert discarded(ranks)
-    assert is_finite(ranks)
-    assert identical(models(ranks))
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_gradients_that_wait_go_with_the_update_that_is_discarded(
     ranks2: RankPool, policy: str

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ElcheError
@@ -121,17 +121,6 @@ class Endless(torch.utils.data.Sampler[int]):
         return SAMPLES
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(SAMPLES))
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
 def data() -> TensorDataset:
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1)).double()
     return TensorDataset(x + MEAN, (x[:, 0] > 0).long(), torch.arange(SAMPLES))
@@ -143,8 +132,6 @@ def made(kind: str, workers: int = 0) -> Any:
     if kind == "normalising":
         options["persistent_workers"] = workers > 0
         return Normalising(data(), mean=MEAN, shuffle=True, **options)
-    if kind == "normalising stream":
-        return Normalising(Stream(data()), mean=MEAN, **options)
     if kind == "endless":
         return DataLoader(data(), sampler=Endless(), **options)
     if kind in OWN:

@@ -86,8 +86,6 @@ class _Steps:
 
     def step(self, loss: torch.Tensor, *, is_bad: bool, at: int) -> None:
         """A batch; ``at`` counts those since the last step, 0 where one is due."""
-        if self.loop == "zeroes first" and at == 1:
-            self.optimizer.zero_grad()
         if self.loop == "overflows":
             loss = loss * 1e6
         if is_bad or self.is_broken:
@@ -99,8 +97,7 @@ class _Steps:
         if self.loop == "leaps":
             for group in self.optimizer.param_groups:
                 torch._foreach_add_([p.detach() for p in group["params"]], 100.0)
-        if self.loop != "zeroes first":
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self.scaler.update()
 
 

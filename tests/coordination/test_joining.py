@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import (
-    BarrierReached,
     EpochOpened,
     Event,
     Failed,
@@ -23,7 +22,6 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import (
     Abort,
-    BarrierPassed,
     BeginEpoch,
     CloseWindow,
     EndEpoch,
@@ -207,17 +205,6 @@ def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> Non
     assert [told.joined for told in regroups] == [(0, 1, 2)]
     regroups = [told for told in meeting.told[0] if isinstance(told, Regroup)]
     assert [told.joined for told in regroups] == [(2,)]
-
-
-def test_survivors_pass_a_barrier_that_a_dead_rank_has_not_reached() -> None:
-    meeting = Meeting(plan_of(founders=3))
-    for name in ("a", "b"):
-        for rank in (1, 0):
-            meeting.say(BarrierReached(rank=rank, name=name))
-        meeting.lose(2)
-        for rank in (0, 1):
-            told = [o for o in meeting.told[rank] if isinstance(o, BarrierPassed)]
-            assert told[-1].name == name
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,7 @@ def test_the_parts_of_an_epoch_count_together() -> None:
     assert whole_end([part]) == part
 
 
-SIZES = st.lists(
-    st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4
-).map(lambda runs: BatchSizes(tuple(runs)))
-
-
-@given(SIZES, st.data())
+@given(sizes_of_epochs, st.data())
 def test_samples_fill_batches_in_order(sizes: BatchSizes, data: st.DataObject) -> None:
     batch = data.draw(st.integers(0, sizes.num_batches - 1))
     before, size = sizes.samples_in(0, batch), sizes.run_of(batch)[0]
@@ -110,7 +105,7 @@ def test_samples_fill_batches_in_order(sizes: BatchSizes, data: st.DataObject) -
     assert sizes.batches_in(-3.0) == 0.0
 
 
-@given(SIZES, st.integers(0, 60))
+@given(sizes_of_epochs, st.integers(0, 60))
 def test_whole_epochs_and_a_cut_one_make_the_steps(sizes: BatchSizes, n: int) -> None:
     count, taken = StepCount(), 0
     while left := count.left(n):
@@ -126,7 +121,7 @@ def test_whole_epochs_and_a_cut_one_make_the_steps(sizes: BatchSizes, n: int) ->
     assert taken == n
 
 
-@given(SIZES, st.integers(1, 60), st.lists(st.floats(0.0, 1.0), max_size=5))
+@given(sizes_of_epochs, st.integers(1, 60), st.lists(st.floats(0.0, 1.0), max_size=5))
 def test_early_ends_count_what_was_trained(
     sizes: BatchSizes, n: int, parts: list[float]
 ) -> None:

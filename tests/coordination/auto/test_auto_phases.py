@@ -175,7 +175,7 @@ def test_who_joins_is_chosen_for(
     last: tuple[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before one rank trains alone, which it does all the same, and while it does."""
-    auto, waiting = leaving(monkeypatch, STEPS_OF_ALL, ALONE, last)
+    auto, waiting = leaving(monkeypatch, STEPS_OF_ALL, ALONE, last, STEPS_OF_ALL)
     for step in waiting:
         for rank in range(4):
             outcome = auto.policy.handle(done(step, rank, 0.0), 1.0)
@@ -189,7 +189,10 @@ def test_who_joins_is_chosen_for(
     state = auto.policy.state  # type: ignore[union-attr]
     assert state.idle == ({1, 2, 3, 4} if last is ALONE else set())
     auto.add(members(*["CPU"] * 6)[5])
-    assert 5 in auto.policy.state.idle, "before the next epoch it has no work"  # type: ignore[union-attr]
+    assert 5 in state.idle, "before the next epoch it has no work"
+    if last is ALONE:
+        assert all(begin(auto, 1, sync_s=0.0001)[0].shares)
+        assert auto.state_from == 0
 
 
 @pytest.mark.parametrize(

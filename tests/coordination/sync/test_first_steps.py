@@ -133,24 +133,16 @@ def test_nothing_is_granted_where_a_loop_has_left_and_who_waited_to_join_is_gone
     assert not core.make_room(False)
 
 
-BATCH = 32
-
-
-def policy(**options: Any) -> SyncPolicy:
-    micro_batches = options.pop("micro_batches", False)
-    config = RunConfig(**nested(options))
-    return SyncPolicy(PAIR, Settings(config=config, micro_batches=micro_batches))
-
-
-def grants_of(
-    core: SyncPolicy, met_at: int = -1, cap: int = 0
+def grants_with_cap(
+    met_at: int = -1, cap: int = 0, *, micro_batches: bool = False, **options: Any
 ) -> list[tuple[int, GrantBatches]]:
     """Steps as they are granted, and how many had been run when they were.
 
     Rank 0 meets the limit of its device's memory in a step, and runs micro-batches from
     then on; both are equally fast.
     """
-    known = 0
+    known, config = 0, RunConfig(**nested(options))
+    core = SyncPolicy(PAIR, Settings(config=config, micro_batches=micro_batches))
 
     def report(grant: GrantBatches, rank: int) -> StepsDone:
         nonlocal known
@@ -163,7 +155,7 @@ def grants_of(
 
 
 def test_shares_keep_within_the_cap_from_a_stated_step_on() -> None:
-    seen = grants_of(policy(), met_at=5, cap=10)
+    seen = grants_with_cap(5, 10)
     before = [grant for done, grant in seen if done <= 5]
     after = [grant for done, grant in seen if done > 5]
     assert {grant.shares for grant in before} == {(16, 16)}
@@ -173,7 +165,7 @@ def test_shares_keep_within_the_cap_from_a_stated_step_on() -> None:
 
 
 def test_given_caps_hold_from_the_first_step() -> None:
-    seen = grants_of(policy(max_samples={1: 12}))
+    seen = grants_with_cap(max_samples={1: 12})
     assert {grant.shares for _, grant in seen} == {(20, 12)}
 
 
@@ -182,5 +174,5 @@ def test_a_learned_cap_leaves_shares_where_it_costs_nothing_or_all_is_planned(
     option: str,
 ) -> None:
     """Without fixed costs two micro-batches of half the size take as long as one."""
-    seen = grants_of(policy(**{option: True}), met_at=5, cap=10)
+    seen = grants_with_cap(5, 10, **{option: True})
     assert {grant.shares for _, grant in seen} == {(16, 16)}

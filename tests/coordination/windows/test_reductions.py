@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.config import RunConfig, default_outer_lr
+from elche.config import RunConfig
 from elche.coordination.protocol.events import WindowClosed
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.reductions import (
@@ -143,11 +143,6 @@ def test_what_windows_there_will_be_is_looked_at_until_el_che_has_settled() -> N
     # Windows in which nobody trained are not counted, nor do they step.
     assert outer(0, 90) == "average"
     assert outer(8, 90) == "nesterov"
-
-
-def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
-    assert [default_outer_lr(ranks, "slowmo") for ranks in (2, 3, 8)] == [1.0] * 3
-    assert [default_outer_lr(ranks) for ranks in (2, 3, 8)] == [0.7, 1.0, 1.0]
 
 
 def test_a_reduction_that_is_redone_awaits_all_members_in_its_next_attempt() -> None:

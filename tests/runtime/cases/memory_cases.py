@@ -23,19 +23,13 @@ SAMPLES, BATCH = 96, 16
 
 @dataclass
 class Seen:
-    """What a rank trained on and holds at the end.
+    """What a rank trained on and holds at the end, in part by epoch.
 
     Attributes:
-        orders: positions that counted, per epoch, in the order of training.
+        orders: positions that counted, in the order of training.
         sizes: samples of every forward pass that succeeded on counted samples.
-        failures: how often the device ran out of memory.
         sent_before: buckets of gradients sent when a backward pass failed.
-        state: the model at the end.
-        cap: samples that the device turned out to hold.
-        shares: per epoch.
-        losses: per epoch.
-        scalars: the mean of the positions, logged by the loss function, per epoch.
-        warnings: what was logged.
+        scalars: the mean of the positions, logged by the loss function.
     """
 
     orders: list[list[int]] = field(default_factory=list)

@@ -269,6 +269,3 @@ def test_options_of_the_command(
     assert not starts.seen[0].appends_events
     assert starts.seen[0].on_view is not None  # standard error is no terminal
     assert starts.seen[1].environment["ELCHE_CHECKPOINT_EVERY_S"] == "30.0"
-    result = CliRunner().invoke(main, ["run", "--resume", str(script)])
-    assert result.exit_code == 2
-    assert "need a --checkpoint-dir" in result.output

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,13 @@ from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.report import event_file
 from elche.runtime.report.event_file import NAME, EventFile
 from elche.runtime.report.run_watch import RunWatch
+from tests.harness.waiting import until
 from tests.monitor.test_run_history import begin, join, report
 
 
 def window(number: int) -> Record:
     (record,) = EventRecorder().see(report(0), float(number))
     return record | {"samples": 100 * number}
-
-
-def wait_for(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30.0
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def read(folder: Path) -> RunHistory:
@@ -47,7 +39,7 @@ def test_it_is_bounded_and_readers_see_another_file(tmp_path: Path) -> None:
     first = (tmp_path / NAME).stat().st_ino
     for number in range(1000):
         file.add(window(number))
-        wait_for(file._lines.empty)
+        until(file._lines.empty)
     file.close()
     assert (tmp_path / NAME).stat().st_size <= most_bytes
     assert (tmp_path / NAME).stat().st_ino != first
@@ -61,7 +53,7 @@ def test_records_are_written_at_once(tmp_path: Path) -> None:
     file = EventFile(tmp_path)
     for number in range(3):
         file.add(window(number))
-        wait_for(lambda least=number: len(read(tmp_path).windows) > least)  # type: ignore
+        until(lambda least=number: len(read(tmp_path).windows) > least)  # type: ignore
     file.close()
 
 
@@ -76,7 +68,7 @@ def test_a_stalled_disk_holds_up_nothing(
         file.add(window(number))
     file.close()
     stalled.set()
-    wait_for(lambda: len(read(tmp_path).windows) == 1000)
+    until(lambda: len(read(tmp_path).windows) == 1000)
 
 
 def test_a_folder_with_another_runs_events_is_refused(tmp_path: Path) -> None:
@@ -140,7 +132,7 @@ def test_a_full_disk_ends_the_file_and_not_the_run(
     file._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     for number in range(3):
         file.add(window(number))
-        wait_for(lambda: not file._thread.is_alive())
+        until(lambda: not file._thread.is_alive())
     assert caplog.text.count("no more events are written to") == 1
     file.close()
     file._file.close()

@@ -54,22 +54,6 @@ def test_the_run_stops_soon_and_names_whose_samples(
     assert ends[0][:3] == ends[1][:3]
 
 
-def test_gradients_that_wait_over_an_epochs_end_name_their_rank(
-    ranks2: RankPool,
-) -> None:
-    """The epoch's last batch leaves NaN to a step in the next, of all ranks."""
-    task = dataclasses.replace(with_options(), samples=10 * BATCH, epochs=2)
-    ends = ranks2.run(
-        train_to_the_end, task, 9 * BATCH, "accumulates", case_setup=serve_in_thread
-    )
-    for said, rank, batches, steps in ends:
-        assert "parameters have become NaN in epoch 1" in said
-        assert rank == 0  # which has the first samples of a batch
-        assert "rank 0's own, in step 9 of epoch 0, of samples 0 to" in said
-        assert batches == ()
-        assert steps >= 12
-
-
 def test_what_a_scaler_skips_stops_nothing(ranks2: RankPool) -> None:
     task = dataclasses.replace(with_options(), samples=160)
     ends = ranks2.run(train_to_the_end, task, BAD, "scaler", case_setup=serve_in_thread)

@@ -50,15 +50,9 @@ def train_to_the_end(task: Task, bad: int, loop: str) -> Ended:
 
 @dataclass
 class Survived:
-    """What a rank holds after epochs of windows with bad samples.
+    """What a rank holds after windows with bad samples; metrics are of the last epoch.
 
-    Attributes:
-        ended: what the run ended with, "" if it did not; the rank and batches named.
-        order: samples that this rank has trained on.
-        metrics: of the last epoch, None where the run ended.
-        progress: of the run, in samples.
-        values: of the model and the optimizer's state.
-        discarded: what this rank said of updates of its own.
+    ``discarded`` is what it said of updates of its own.
     """
 
     ended: tuple[str, int | None, tuple[tuple[int, int], ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,24 +34,20 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.coordination.state import Coordinator
-from elche.sim.cluster import Cluster, Device, SimulatedRun
+from elche.sim.cluster import Cluster
 from elche.sim.rank import join_of
-from tests.coordination.test_core import batch_done, closed, reduced
+from tests.coordination.test_core import batch_done, closed, reduced, with_run
+from tests.coordination.test_core import plan_of as founded
 from tests.harness.model_checks import checks_of
-from tests.harness.settings import nested
 
 BATCHES, FOUNDERS = 24, 2
 
 
 def plan_of(
-    policy: str = "cadence", founders: int = FOUNDERS, **options: object
+    policy: str = "cadence", founders: int = FOUNDERS, **options: Any
 ) -> Cluster:
-    device = Device(seconds_per_sample=0.01, count=founders, prefetch=0, name="CPU")
-    cut = {} if policy == "sync" else {"local_batch_size": 8}
-    given_options = nested({**cut, **options})
-    sizes = ((8, BATCHES),)
-    run = SimulatedRun(policy=policy, options=given_options, batch_sizes=sizes)
-    return Cluster(run=run, devices=(device,))
+    plan = with_run(founded(policy, founders, **options), batch_sizes=((8, BATCHES),))
+    return replace(plan, devices=(replace(plan.devices[0], name="CPU"),))
 
 
 class Member:

@@ -195,35 +195,32 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
         assert asyncio.run(read_twice()) == [Command(RankLost(rank=0))]
 
 
-def test_a_copy_is_made_however_soon_they_die() -> None:
-    """Of what each one has been handed at its beginning, too."""
-    tick = pickle.dumps([Entry(None, Tick(), 1.0)])
+def written(begin: Begin, ticks: int) -> list[object]:
+    """What the launcher gets of a coordinator that begins so, after so many ticks."""
     ours, theirs = socket.socketpair()
-    begin = replace(BEGIN, journal=(tick,) * COPY_ENTRIES)
 
-    async def written() -> list[object]:
-        CoordinatorChild(Link(theirs), begin)._server.take(Tick())
+    async def run() -> list[object]:
+        child = CoordinatorChild(Link(theirs), begin)
+        for _ in range(ticks):
+            child._server.take(Tick())
         return Link(ours).receive()
 
     with ours, theirs:
-        copies = [m for m in asyncio.run(written()) if isinstance(m, Copy)]
-    assert len(copies) == 1
+        return asyncio.run(run())
+
+
+def test_a_copy_is_made_however_soon_they_die() -> None:
+    """Of what each one has been handed at its beginning, too."""
+    tick = pickle.dumps([Entry(None, Tick(), 1.0)])
+    begin = replace(BEGIN, journal=(tick,) * COPY_ENTRIES)
+    assert len([m for m in written(begin, 1) if isinstance(m, Copy)]) == 1
 
 
 def test_recorded_messages_travel_in_their_piece_of_the_journal() -> None:
     """One frame: a coordinator that is killed leaves both behind, or neither."""
     left = pickle.dumps([Entry(None, Left(rank=0), 1.0)])
     begin = replace(BEGIN, shows=True, journal=(left,))
-    ours, theirs = socket.socketpair()
-
-    async def written() -> list[object]:
-        child = CoordinatorChild(Link(theirs), begin)
-        child._server.take(Tick())
-        child._server.take(Tick())
-        return Link(ours).receive()
-
-    with ours, theirs:
-        pieces = [m for m in asyncio.run(written()) if isinstance(m, Journal)]
+    pieces = [m for m in written(begin, 2) if isinstance(m, Journal)]
     assert [piece.messages for piece in pieces] == [(Tick(),)] * 2
 
 

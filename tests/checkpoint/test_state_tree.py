@@ -1,4 +1,4 @@
-"""What is stored comes back as it was, and what cannot be is refused by its place."""
+"""What is stored comes back as it was, and what cannot be is refused by its name."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from elche.checkpoint.files import open_tensors, write_tensors
 from elche.checkpoint.state_tree import KIND, decode, encode
+from elche.checkpoint.weight_files import WeightFiles
 from elche.errors import CheckpointError, ConfigError
 from tests.harness.reached import reach
 
@@ -196,15 +197,6 @@ def test_names_of_tensors_do_not_collide() -> None:
     assert sorted(found) == ["state.a.b", "state.a.b#2"]
 
 
-def test_tensors_of_the_model_are_named_only() -> None:
-    model = {"weight": torch.ones(2)}
-    node, found = encode({"model": {"weight": model["weight"].detach()}}, "s", model)
-    assert not found
-    assert (
-        decode(node, lambda name, in_model: model[name])["model"]["weight"].sum() == 2
-    )
-
-
 class Colour(enum.IntEnum):
     RED = 1
 
@@ -240,3 +232,37 @@ def test_anything_else_is_refused_by_its_place(tree: Any, match: str) -> None:
 def test_foreign_nodes_are_refused(node: Any) -> None:
     with pytest.raises(CheckpointError, match="expected a state as elche writes it"):
         decode(node, lambda name, _: torch.zeros(1))
+
+
+ONES, TWOS = torch.ones(3), torch.full((2, 2), 2.0)
+
+
+def test_a_folder_of_several_files(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "model-00001-of-00002.safetensors", {"a": ONES})
+    write_tensors(tmp_path / "model-00002-of-00002.safetensors", {"b": TWOS})
+    write_tensors(tmp_path / "optimizer.safetensors", {"c": TWOS})
+    found = WeightFiles.found_at(tmp_path)
+    assert sorted(found) == ["a", "b"]
+    assert torch.equal(found["b"], TWOS)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert torch.equal(found["a"], ONES), "a file is opened for its own tensors only"
+    alone = WeightFiles.found_at(tmp_path / "optimizer.safetensors")
+    assert list(alone) == ["c"]
+
+
+def test_files_that_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"expected model.*got \['pytorch_model"):
+        WeightFiles.found_at(tmp_path)
+    with pytest.raises(CheckpointError, match=r"absent cannot be read: "):
+        WeightFiles.found_at(tmp_path / "absent")
+    write_tensors(tmp_path / "model.safetensors", {"a": ONES})
+    write_tensors(tmp_path / "model-1.safetensors", {"a": ONES})
+    with pytest.raises(CheckpointError, match=r"a is in .*model.* and in mod.*; give"):
+        WeightFiles.found_at(tmp_path)
+
+
+def test_ranks_that_have_saved_a_tensor_of_both(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "model-rank0.safetensors", {"tied": ONES, "a": TWOS})
+    write_tensors(tmp_path / "model-rank1.safetensors", {"tied": ONES})
+    assert sorted(WeightFiles.found_at(tmp_path)) == ["a", "tied"]

@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 
 from elche.config import RunConfig
-from elche.config_parts import DebugConfig, WindowConfig
 from elche.coordination.agreement import Settings, disagreement, settings_of
 from elche.coordination.protocol.events import Join
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from tests.harness.settings import nested
 
-OTHER: dict[str, Any] = {
-    "policy": "async",
-    "update": "gradients",
-    "loss_reduction": "sum",
-    "windows_max_grad_norm": 2.0,
-    "deterministic": True,
-    "guard": False,
-    "non_finite": "leave_out",
-    "seed": 3,
-    "local_batch_size": 8,
-    "anchor": 2,
-    "min_anchor": 2,
-    "max_anchor": 3,
-    "overhead_target": 0.1,
-    "max_batch_diff": 4,
-    "speed_hints": (1.0, 0.5),
-    "max_samples": {1: 8},
-    "outer": "slowmo",
-    "outer_lr": 0.9,
-    "outer_momentum": 0.7,
-    "bucket_cap_mb": 2.0,
-    "transport": "gloo",
-    "codec": "int4",
-    "shares": "fixed",
-    "timeout_s": 30.0,
-    "leave_out": False,
-    "survive": False,
-    "min_ranks": 2,
-}
-NAMES = {
-    "outer": "windows.outer.optimizer",
-    "outer_lr": "windows.outer.lr",
-    "outer_momentum": "windows.outer.momentum",
-    "transport": "transport.kind",
-    "bucket_cap_mb": "transport.bucket_cap_mb",
-    "windows_max_grad_norm": "windows.max_grad_norm",
-    **{name.name: f"debug.{name.name}" for name in fields(DebugConfig)},
-    **{
-        name.name: f"windows.{name.name}"
-        for name in fields(WindowConfig)
-        if name.name != "outer"
-    },
-}
-"""In full, of those that are in groups."""
+PAIRS = dict(Settings(config=RunConfig()).as_pairs())
 TENSORS = (("0.weight", "[2, 3]", "float32"), ("0.bias", "[2]", "float32"))
 
 
@@ -76,23 +32,29 @@ def join_of(rank: int, **options: Any) -> Join:
     )
 
 
-def test_every_setting_is_compared_here() -> None:
-    known = {name for name, _ in Settings(config=RunConfig()).as_pairs()}
-    named = {NAMES.get(name, name) for name in OTHER}
-    assert {f"config.{name}" for name in named} == {
-        name for name in known if name.startswith("config.")
-    }
+def names_in(config: Any, prefix: str) -> set[str]:
+    """Of all settings, in full."""
+    found: set[str] = set()
+    for each in fields(config):
+        value, name = getattr(config, each.name), f"{prefix}.{each.name}"
+        found |= names_in(value, name) if is_dataclass(value) else {name}
+    return found
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_a_setting_that_differs_is_named(name: str) -> None:
-    usual = {"policy": "sync"} if name == "shares" else {}
-    said = disagreement(
-        [join_of(0, **usual), join_of(1, **usual | {name: OTHER[name]})]
+def test_every_setting_is_compared() -> None:
+    assert {name for name in PAIRS if name.startswith("config.")} == names_in(
+        RunConfig(), "config"
     )
+    caps = [join_of(rank, max_samples={1: 8}) for rank in range(2)]
+    assert disagreement(caps) == ""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_setting_that_differs_is_named(name: str) -> None:
+    pairs = PAIRS | dict(join_of(1).settings) | {name: '"another"'}
+    said = disagreement([join_of(0), replace(join_of(1), settings=(*pairs.items(),))])
     assert said.startswith("configuration differs between ranks: ")
-    assert f"config.{NAMES.get(name, name)}: rank 0 has " in said
-    assert disagreement([join_of(0), join_of(1)]) == ""
+    assert f"{name}: rank 0 has " in said
 
 
 def test_another_torch_is_named() -> None:

@@ -49,31 +49,19 @@ def facts_of(config: RunConfig | None = None, **settings: Any) -> RunFacts:
             "SyncBatchNorm under policy='auto'",
         ),
         ({"policy": "async"}, {"syncs_batchnorm": True}, ""),
+        ({"policy": "sync"}, {"backend": "NCCL"}, "policy='sync' over NCCL"),
+        ({"policy": "auto"}, {"backend": "XCCL"}, "policy='auto' over XCCL"),
+        ({"policy": "cadence"}, {"backend": "NCCL"}, ""),
         ({}, {}, ""),
     ],
 )
 def test_a_setting_that_ends_the_run_is_named(
     config: dict[str, Any], settings: dict[str, Any], ends: str
 ) -> None:
-    facts = facts_of(RunConfig(**config), **settings)
+    backend = settings.pop("backend", "")
+    facts = replace(facts_of(RunConfig(**config), **settings), backend=backend)
     assert fatal_setting(facts) == ends
     assert fatal_loss(1, facts) == (f"the death of a rank ends {ends}" if ends else "")
-
-
-@pytest.mark.parametrize(
-    ("policy", "backend", "ends"),
-    [
-        ("sync", "NCCL", "policy='sync' over NCCL"),
-        ("auto", "XCCL", "policy='auto' over XCCL"),
-        ("cadence", "NCCL", ""),
-        ("sync", "", ""),  # on any device
-    ],
-)
-def test_steps_over_the_devices_backend_end_the_run(
-    policy: Any, backend: str, ends: str
-) -> None:
-    facts = replace(facts_of(RunConfig(policy=policy)), backend=backend)
-    assert fatal_setting(facts) == ends
 
 
 def test_a_run_without_a_launcher_or_with_a_default_group_ends() -> None:

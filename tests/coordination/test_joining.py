@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import (
-    BarrierReached,
     EpochOpened,
     Event,
     Failed,
@@ -23,7 +23,6 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import (
     Abort,
-    BarrierPassed,
     BeginEpoch,
     CloseWindow,
     EndEpoch,
@@ -35,24 +34,20 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.coordination.state import Coordinator
-from elche.sim.cluster import Cluster, Device, SimulatedRun
+from elche.sim.cluster import Cluster
 from elche.sim.rank import join_of
-from tests.coordination.test_core import batch_done, closed, reduced
+from tests.coordination.test_core import batch_done, closed, reduced, with_run
+from tests.coordination.test_core import plan_of as founded
 from tests.harness.model_checks import checks_of
-from tests.harness.settings import nested
 
 BATCHES, FOUNDERS = 24, 2
 
 
 def plan_of(
-    policy: str = "cadence", founders: int = FOUNDERS, **options: object
+    policy: str = "cadence", founders: int = FOUNDERS, **options: Any
 ) -> Cluster:
-    device = Device(seconds_per_sample=0.01, count=founders, prefetch=0, name="CPU")
-    cut = {} if policy == "sync" else {"local_batch_size": 8}
-    given_options = nested({**cut, **options})
-    sizes = ((8, BATCHES),)
-    run = SimulatedRun(policy=policy, options=given_options, batch_sizes=sizes)
-    return Cluster(run=run, devices=(device,))
+    plan = with_run(founded(policy, founders, **options), batch_sizes=((8, BATCHES),))
+    return replace(plan, devices=(replace(plan.devices[0], name="CPU"),))
 
 
 class Member:
@@ -207,17 +202,6 @@ def test_a_rank_is_welcomed_at_once_and_taken_in_where_the_epoch_is_cut() -> Non
     assert [told.joined for told in regroups] == [(0, 1, 2)]
     regroups = [told for told in meeting.told[0] if isinstance(told, Regroup)]
     assert [told.joined for told in regroups] == [(2,)]
-
-
-def test_survivors_pass_a_barrier_that_a_dead_rank_has_not_reached() -> None:
-    meeting = Meeting(plan_of(founders=3))
-    for name in ("a", "b"):
-        for rank in (1, 0):
-            meeting.say(BarrierReached(rank=rank, name=name))
-        meeting.lose(2)
-        for rank in (0, 1):
-            told = [o for o in meeting.told[rank] if isinstance(o, BarrierPassed)]
-            assert told[-1].name == name
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,27 @@ from hypothesis import strategies as st
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.journal import LAUNCHER, Entry, RunRecord
 from elche.coordination.protocol.events import (
+    BarrierReached,
     DefaultGroupFormed,
     Event,
     Failed,
     Join,
     JoinReady,
+    RankLost,
     StoreSet,
     StreamBegun,
+    Tick,
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.outbox import Outbox
 from elche.coordination.state import Coordinator
-from elche.sim.cluster import Cluster
-from elche.sim.simulation import Simulation
 from tests.coordination.sync.step_world import World, check
+from tests.coordination.test_core import joined, reason_of
 from tests.coordination.test_joining import FOUNDERS, Meeting, plan_of
 from tests.harness.reached import reach
-from tests.sim.checks import CHECKED, check_all, told
-from tests.sim.strategies import clusters, deaths
-from tests.sim.watched import Death, WatchedSimulation
+from tests.sim.checks import CHECKED, check_all
+from tests.sim.strategies import clusters
+from tests.sim.watched import WatchedSimulation
 
 
 class DyingCore:
@@ -115,16 +117,6 @@ def dying(core: Coordinator, world_size: int, data: st.DataObject) -> Any:
     )
 
 
-def simulate(
-    cluster: Cluster, data: st.DataObject, rank_deaths: list[Death]
-) -> Simulation:
-    sim = WatchedSimulation(cluster, CHECKED, rank_deaths)
-    sim.core = dying(sim.core, cluster.world_size, data)
-    sim.run()
-    sim.note()
-    return sim
-
-
 @pytest.mark.reaches("deaths of the coordinator", "reductions", "commits")
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
 @given(data=st.data())
@@ -133,27 +125,15 @@ def test_the_next_coordinator_goes_on_as_the_last_one_would(
     policy: str, data: st.DataObject
 ) -> None:
     cluster = data.draw(clusters(policy))
-    sim = simulate(cluster, data, [])
+    sim = WatchedSimulation(cluster, CHECKED, [])
+    sim.core = dying(sim.core, cluster.world_size, data)
+    sim.run()
+    sim.note()
     if policy == "auto":
         assert not sim.history.aborts
         assert sim.history.finished == set(range(cluster.world_size))
     else:
         check_all(sim)
-
-
-@pytest.mark.reaches("deaths of the coordinator", "deaths", "joins")
-@given(data=st.data())
-@settings(max_examples=20)
-def test_it_dies_while_ranks_die_and_join(data: st.DataObject) -> None:
-    """The undisturbed run of the same cluster tells each rank the same."""
-    cluster = data.draw(clusters("sync", changes=True))
-    drawn = data.draw(deaths())
-    sim = simulate(cluster, data, drawn)
-    calm = WatchedSimulation(cluster, sim.watch, drawn)
-    calm.run()
-    assert told(sim, Event) == told(calm, Event)
-    assert sim.history.committed == calm.history.committed
-    assert sim.history.aborts == calm.history.aborts
 
 
 @pytest.mark.reaches("deaths of the coordinator", "deaths of ranks", "newcomers")
@@ -250,3 +230,17 @@ def test_an_outbox_keeps_what_the_other_side_lacks(
     taken = min(max(said, default=0), len(messages))
     assert outbox.rest() == messages[taken:]
     assert bool(outbox) == (taken < len(messages))
+
+
+def test_a_pause_of_the_coordinator_is_in_durations_and_in_no_deadline() -> None:
+    record = RunRecord(2, survives=True)
+    assert record.clock_s(1000.0, 7.0) + 7.0 == 1000.0  # the run begins
+    record.apply(Entry(LAUNCHER, RankLost(rank=9), 1200.0))
+    assert record.clock_s(1290.0, 2.0) + 2.0 == 1290.0  # the next one, 90 s later
+    assert record.clock_s(1190.0, 2.0) + 2.0 == 1200.0  # where clocks differ
+    core = joined(plan_of("sync", 2))
+    core.handle(BarrierReached(rank=1, name="b"), 1200.0)
+    told = [core.handle(Tick(), 1200.0 + second) for second in (1, 2, 900, 901)]
+    assert told == [[]] * 4
+    told = [core.handle(Tick(), 2101.0 + second) for second in range(300)]
+    assert "ranks [0] at barrier 'b'" in reason_of(told[299], 2)

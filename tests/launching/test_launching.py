@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import elche
 from elche.launching import function_rank, launching
 from elche.monitor.run_history import RunHistory
 from elche.runtime.report.event_file import NAME, EventFile
-from tests.harness.printing import environment_of
+from tests.harness import printing
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
     outlives_rank_0,
@@ -25,7 +24,7 @@ from tests.runtime.process.cases.functions import (
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).parents[1] / "runtime/process/cases/functions.py"
+SCRIPT = str(Path(__file__).parents[1] / "runtime/process/cases/functions.py")
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +71,10 @@ def test_the_rank_that_failed_first_is_named(how: str, error: str) -> None:
     assert has_traceback == (how == "raise")
 
 
-def _run(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        (sys.executable, str(SCRIPT), *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment_of(),
-        start_new_session=True,
-    )
-
-
 def test_fresh_processes_of_a_script() -> None:
-    output, _ = _run("train").communicate(timeout=240)
-    assert "returned (2, [" in output, output
-    assert output.count("has trained") == 2
+    done = printing.ended(SCRIPT, "train")
+    assert "returned (2, [" in done.stdout, done.stderr
+    assert done.stdout.count("has trained") == 2
 
 
 def test_one_rank_has_events_and_the_parameters_of_one_device(tmp_path: Path) -> None:
@@ -99,17 +87,12 @@ def test_one_rank_has_events_and_the_parameters_of_one_device(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_all_ranks() -> None:
-    process = _run("wait")
-    assert process.stdout is not None
-    said = ""
-    while said.count("waiting") < 2:  # perhaps in one line: its end is written apart
-        said += (line := process.stdout.readline())
-        assert line, said
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == -signal.SIGINT
-    assert output.rstrip().endswith("KeyboardInterrupt"), output
+def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    with printing.started(tmp_path, [sys.executable, SCRIPT, "wait"]) as [run]:
+        run.wait_for("waiting", 2)
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == -signal.SIGINT
+        assert run.output.rstrip().endswith("KeyboardInterrupt"), run.output
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

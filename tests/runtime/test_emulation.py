@@ -46,28 +46,12 @@ def make_model() -> nn.Module:
     )
 
 
-def step_times_s(step: Callable[[], object], steps: int = 10) -> list[float]:
-    times = []
-    for _ in range(steps):
-        begin_s = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begin_s)
-    return times
-
-
 def train_step(model: nn.Module, samples: int = SAMPLES) -> None:
     model(torch.ones(samples, 32)).sum().backward()
 
 
 def fast_config(speed: float = 1.0) -> EmulationConfig:
     return EmulationConfig(speed=speed, ms_per_sample=MS_PER_SAMPLE)
-
-
-@pytest.mark.parametrize("speed", [1.0, 0.5])
-def test_a_step_takes_the_declared_time(speed: float) -> None:
-    model = make_model()
-    emulate(model, fast_config(speed))
-    assert min(step_times_s(lambda: train_step(model), steps=3)) >= STEP_S / speed
 
 
 @pytest.mark.parametrize("speed", [1.0, 0.5])
@@ -82,13 +66,6 @@ def test_a_pass_has_a_fixed_time_whatever_the_speed(clock: Clock, speed: float) 
     assert handle.nominal_s == pytest.approx(clock.now_s)
 
 
-def test_forward_takes_a_third(clock: Clock) -> None:
-    model = make_model()
-    emulate(model, fast_config())
-    model(torch.ones(SAMPLES, 32))
-    assert clock.now_s == pytest.approx(STEP_S / 3)
-
-
 def test_gradients_appear_spread_over_the_backward_pass(clock: Clock) -> None:
     model = make_model()
     emulate(model, fast_config())
@@ -99,6 +76,7 @@ def test_gradients_appear_spread_over_the_backward_pass(clock: Clock) -> None:
         )
     loss = model(torch.ones(SAMPLES, 32)).sum()
     begin_s, budget_s = clock.now_s, 2 / 3 * STEP_S
+    assert begin_s == pytest.approx(STEP_S / 3)
     loss.backward()
     parts = [(index + 1) / len(appeared_s) for index in range(len(appeared_s))]
     assert appeared_s == pytest.approx([begin_s + part * budget_s for part in parts])
@@ -142,7 +120,7 @@ def test_an_opaque_output_is_paid_in_the_forward_pass(clock: Clock) -> None:
     assert clock.now_s == pytest.approx(STEP_S)
 
 
-def test_a_failed_backward_does_not_disturb_the_next() -> None:
+def test_a_failed_backward_does_not_disturb_the_next(clock: Clock) -> None:
     model = make_model()
     handle = emulate(model, fast_config())
 
@@ -153,7 +131,9 @@ def test_a_failed_backward_does_not_disturb_the_next() -> None:
     with pytest.raises(RuntimeError, match="broken on purpose"):
         train_step(model)
     hook.remove()
-    assert min(step_times_s(lambda: train_step(model), steps=1)) >= STEP_S
+    begin_s = clock.now_s
+    train_step(model)
+    assert clock.now_s - begin_s == pytest.approx(STEP_S)
     assert handle.steps == 1
 
 
@@ -191,17 +171,14 @@ def test_compute_within_the_declared_time_is_no_overrun(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), "fast", True])
-def test_speeds_must_be_positive_and_finite(bad: Any) -> None:
+def test_speeds_and_times_must_be_positive_and_finite(bad: Any) -> None:
     with pytest.raises(ConfigError, match="speed of an emulated device must be"):
         EmulationConfig(speed=bad)
     with pytest.raises(ConfigError, match="ms_per_sample of an emulated device"):
         EmulationConfig(speed=1.0, ms_per_sample=bad)
-
-
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_bad_fixed_times_are_rejected(bad: float) -> None:
-    with pytest.raises(ConfigError, match="fixed_ms of an emulated device"):
-        EmulationConfig(speed=1.0, fixed_ms=bad)
+    if bad != 0.0:
+        with pytest.raises(ConfigError, match="fixed_ms of an emulated device"):
+            EmulationConfig(speed=1.0, fixed_ms=bad)
 
 
 def test_what_cannot_be_emulated_is_refused() -> None:

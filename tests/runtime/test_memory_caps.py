@@ -123,14 +123,3 @@ def test_a_loop_of_the_users_own_is_told_what_to_do(ranks2: RankPool) -> None:
     assert "OutOfMemoryError: no room for 8" in str(second.error)
     assert "its share of 8 samples did not fit the device of rank 1" in str(first.error)
     assert "max_samples={1: 4}" in str(first.error)
-
-
-def test_caps_below_the_batch_are_refused_at_once(ranks2: RankPool) -> None:
-    ends = ranks2.run(
-        looped,
-        {"policy": "sync", "max_samples": (7, 8)},
-        case_setup=serve_in_thread,
-        expect_failure=True,
-    )
-    for end in ends:
-        assert "a batch of 16 samples does not fit on the devices" in str(end.error)

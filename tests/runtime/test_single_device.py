@@ -101,6 +101,7 @@ def test_a_step_adds_a_handful_of_calls() -> None:
         ({"optimizer": []}, r"or several in a list, got \[\]"),
         ({"optimizer": [SGD, 3]}, r"or several in a list, got \[SGD"),
         ({"optimizer": [SGD, SGD]}, "an optimizer is listed twice"),
+        ({"optimizer": SGD}, "holds none of the model's parameters"),
         ({"loader": [1]}, "expected a torch.utils.data.DataLoader"),
         ({"config": {"seed": 1}}, r"expected config to be an elche\.RunConfig, got \{"),
     ],
@@ -126,14 +127,6 @@ def test_progress_counts_samples() -> None:
     seen = [elche.progress_samples() for _ in range(2) for _ in loader]
     assert seen == [0, 4, 8, 10, 14, 18]
     assert elche.progress_samples() == 20
-
-
-def test_an_optimizer_of_another_model() -> None:
-    """Once refused on several ranks alone: one device trained nothing."""
-    model, _, loader = _parts()
-    _, other, _ = _parts()
-    with pytest.raises(ConfigError, match="holds none of the model's parameters"):
-        elche.setup(model, other, loader)
 
 
 def test_every_optimizer_of_a_list_is_compared_between_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Epochs that are cut again and again: every position in one part, once."""
+"""Epochs that are cut again and again: every position in one part, every step once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range, joined
+from elche.coordination.accounts.batch_ranges import (
+    BatchCut,
+    BatchSizes,
+    Range,
+    joined,
+    without,
+)
+from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
+from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.instructions import EndEpoch
 
 sizes_of_epochs = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(
@@ -83,3 +92,68 @@ def test_the_parts_of_an_epoch_count_together() -> None:
     assert (whole.samples, whole.windows, whole.anchor) == (18, 6, 5)
     assert whole.sync_s == pytest.approx(0.75)
     assert whole_end([part]) == part
+
+
+@given(sizes_of_epochs, st.data())
+def test_samples_fill_batches_in_order(sizes: BatchSizes, data: st.DataObject) -> None:
+    batch = data.draw(st.integers(0, sizes.num_batches - 1))
+    before, size = sizes.samples_in(0, batch), sizes.run_of(batch)[0]
+    assert sizes.batches_in(before) == batch
+    part = data.draw(st.floats(0.0, 1.0))
+    assert abs(sizes.batches_in(before + part * size) - (batch + part)) < 1e-9
+    assert sizes.batches_in(sizes.num_samples + 5.0) == sizes.num_batches
+    assert sizes.batches_in(-3.0) == 0.0
+
+
+@given(sizes_of_epochs, st.integers(0, 60))
+def test_whole_epochs_and_a_cut_one_make_the_steps(sizes: BatchSizes, n: int) -> None:
+    count, taken = StepCount(), 0
+    while left := count.left(n):
+        cut = BatchSizes.of(
+            [sizes.run_of(batch)[0] for batch in range(sizes.num_batches)][:left]
+        )
+        count.begin_epoch(cut)
+        assert count.of_epoch == cut.num_batches
+        taken += cut.num_batches
+        assert count.at(0) < count.at(1) <= count.at(cut.num_samples) == taken
+        count.end_epoch(0, is_early=False)  # all was discarded: it is done all the same
+        assert count.at(0) == count.before == taken
+    assert taken == n
+
+
+@given(sizes_of_epochs, st.integers(1, 60), st.lists(st.floats(0.0, 1.0), max_size=5))
+def test_early_ends_count_what_was_trained(
+    sizes: BatchSizes, n: int, parts: list[float]
+) -> None:
+    count, trained = StepCount(), 0.0
+    for part in parts:
+        samples = round(part * sizes.num_samples)
+        count.begin_epoch(sizes)
+        count.end_epoch(samples, is_early=True)
+        trained += sizes.batches_in(samples)
+    assert abs(count.before - trained) < 1e-9
+    assert max(0.0, n - trained) <= count.left(n) + 1e-6
+    assert count.left(n) < max(0.0, n - trained) + 1.0
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_what_a_lost_rank_closed_is_pooled_again_once(is_staged: bool) -> None:
+    ledger = EpochLedger(BatchSizes(((4, 8),)), (0, 1))
+    for rank in (0, 1):
+        ledger.train(rank, *ledger.lease(rank, 2))
+        ledger.close(rank)
+    assert not is_staged or ledger.stage() == 16
+    ledger.remove(1)
+    assert ledger.unstage_gone() == ({1: 8} if is_staged else {})
+    ledger.commit()
+    ledger.check()
+    assert (ledger.pooled, ledger.used_samples) == (6, 8)
+
+
+def test_a_range_loses_what_others_have_of_it() -> None:
+    assert without([(5, 10)], [(0, 2), (6, 7), (9, 12)]) == [(5, 6), (7, 9)]
+
+
+def test_a_batch_that_is_moved_to_the_device_is_not_waited_for() -> None:
+    cost = BatchCost.measured(8, (1.0, 4.0, 9.0), 2.0, 0.5)
+    assert (cost.busy_s, cost.data_wait_s, cost.transfer_s) == (7.5, 1.0, 2.0)

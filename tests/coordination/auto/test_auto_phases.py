@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,15 +14,13 @@ from elche.coordination.auto.auto_chooser import AutoChooser, _Phase
 from elche.coordination.protocol.events import EpochLeft, ModelUpdated, StepsDone
 from elche.coordination.protocol.instructions import GrantBatches
 from elche.coordination.sync import step_grants
-from elche.sim.cluster import Cluster as SimulatedCluster
 from tests.coordination.sync.granted_steps import granted, members, ran
 from tests.coordination.test_core import reduced
 from tests.harness.choices import want
-from tests.sim.checks import simulate
-from tests.sim.test_auto import changed_link, cluster_of
 
 BATCH = 8
 STEPS = 40
+NEWCOMER = members(*["CPU"] * 5)[4]
 
 
 WINDOWS, STEPS_OF_ALL, ALONE = ("async", ()), ("sync", ()), ("sync", (0,))
@@ -91,44 +87,6 @@ def test_without_a_rank_the_other_takes_all_steps_and_nothing_is_chosen(
     assert (auto.policy.name, auto._phase) == ("sync", _Phase.FIXED)
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Phases of the policy, one after the other."""
-    phases: list[str] = []
-
-    def note(auto: AutoChooser, name: str, value: object) -> None:
-        object.__setattr__(auto, name, value)
-        if isinstance(value, _Phase):
-            phases.append(value.name)
-
-    monkeypatch.setattr(AutoChooser, "__setattr__", note)
-    return phases
-
-
-def a_slow_link() -> SimulatedCluster:
-    return cluster_of(1.0, 0.5, sync_batches=8.0, samples=32_000, epochs=2)
-
-
-def a_link_that_comes_back() -> SimulatedCluster:
-    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=16_000, epochs=12)
-    return changed_link(cluster, 6.5, 150.0)
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (a_slow_link, "MEASURING LEAVING WINDOWS"),
-        (a_link_that_comes_back, "MEASURING STEPS LEAVING WINDOWS STEPS"),
-    ],
-)
-def test_phases_follow_each_other_as_drawn(
-    make: Callable[[], SimulatedCluster], expected: str, seen: list[str]
-) -> None:
-    simulate(make())
-    changes = [phase for phase, _ in itertools.groupby(seen)]
-    assert changes == expected.split()
-
-
 def taken(rank: int, step: int) -> ModelUpdated:
     """A rank holds the model after a step."""
     return replace(reduced(rank, step), sync_s=0.0)
@@ -170,25 +128,32 @@ def test_steps_are_measured_on_where_a_rank_has_died(
     assert auto._chosen.prediction.world_size == 2
 
 
+def leaving(
+    monkeypatch: pytest.MonkeyPatch, *choices: tuple[str, tuple[int, ...]]
+) -> tuple[AutoChooser, list[GrantBatches]]:
+    """Of four ranks that leave their steps, and granted ones that they still run."""
+    want(monkeypatch, *choices)
+    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 4)
+    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
+    auto = of(4)
+    waiting = begin(auto, 0, sync_s=0.0001)
+    while auto._phase is not _Phase.LEAVING:
+        step = waiting.pop(0)
+        for rank in range(4):
+            told = auto.policy.handle(done(step, rank, 0.0), 1.0).instructions
+            waiting += granted(told)
+    assert waiting, "nothing is granted ahead"
+    return auto, waiting
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_a_death_before_one_rank_trains_alone(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others choose anew: it does all the same, or steps go on."""
     choices = STEPS_OF_ALL, ALONE, ALONE if last else STEPS_OF_ALL
-    want(monkeypatch, *choices)
-    monkeypatch.setattr(auto_chooser, "OBSERVED_GRANTS", 4)
-    monkeypatch.setattr(step_grants, "MAX_GRANT_STEPS", 1)
-    auto = of(4)
-    waiting, step = begin(auto, 0, sync_s=0.0001), 0
-    while auto._phase is not _Phase.LEAVING:
-        step = waiting[0].stop
-        for rank in range(4):
-            told = auto.policy.handle(done(waiting[0], rank, 0.0), 1.0).instructions
-            waiting += granted(told)
-        waiting.pop(0)
-    assert waiting, "nothing is granted ahead"
-    lose(auto, 1, step, [0, 2, 3])
+    auto, waiting = leaving(monkeypatch, *choices)
+    lose(auto, 1, waiting[0].start, [0, 2, 3])
     begun = begin(auto, 0, sync_s=0.0001)
     assert auto._phase is (_Phase.WINDOWS if last else _Phase.STEPS)
     assert bool(begun) != last
@@ -201,5 +166,58 @@ def test_a_death_before_one_rank_trains_alone(
     assert auto._measures.sync_s > 0.0
     auto.remove(3)
     assert auto._sync._members.keys() == {0, 2}  # in windows too
-    auto.add(members(*["CPU"] * 5)[4])
+    auto.add(NEWCOMER)
     assert auto._measures.sync_s == 0.0  # it is measured anew
+
+
+@pytest.mark.parametrize("last", [ALONE, STEPS_OF_ALL, WINDOWS])
+def test_who_joins_is_chosen_for(
+    last: tuple[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before one rank trains alone, which it does all the same, and while it does."""
+    auto, waiting = leaving(monkeypatch, STEPS_OF_ALL, ALONE, last, STEPS_OF_ALL)
+    for step in waiting:
+        for rank in range(4):
+            outcome = auto.policy.handle(done(step, rank, 0.0), 1.0)
+    assert outcome.epoch_over
+    auto.add(NEWCOMER)
+    begun = begin(auto, 0, sync_s=0.0001)
+    assert auto._phase is (_Phase.STEPS if last is STEPS_OF_ALL else _Phase.WINDOWS)
+    if last is STEPS_OF_ALL:
+        assert all(begun[0].shares)
+        return
+    state = auto.policy.state  # type: ignore[union-attr]
+    assert state.idle == ({1, 2, 3, 4} if last is ALONE else set())
+    auto.add(members(*["CPU"] * 6)[5])
+    assert 5 in state.idle, "before the next epoch it has no work"
+    if last is ALONE:
+        assert all(begin(auto, 1, sync_s=0.0001)[0].shares)
+        assert auto.state_from == 0
+
+
+@pytest.mark.parametrize(
+    ("is_chosen", "name", "then"),
+    [
+        (False, "sync", _Phase.MEASURING),
+        (True, "sync", _Phase.STEPS),
+        (True, "async", _Phase.WINDOWS),
+    ],
+)
+def test_who_joins_the_only_one_has_it_choose_again(
+    is_chosen: bool, name: str, then: _Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want(monkeypatch, (name, ()))
+    auto = of(2)
+    waiting = begin(auto, 0, sync_s=0.5)
+    while is_chosen and auto._choice is None:
+        step = waiting.pop(0)
+        for rank in range(2):
+            told = auto.policy.handle(done(step, rank), 1.0).instructions
+            waiting += granted(told)
+    if name == "async":
+        begin(auto, 1, sync_s=0.5)
+    auto.remove(1)
+    assert auto._phase is _Phase.FIXED
+    auto.add(NEWCOMER)
+    assert auto._phase is then
+    assert auto._sync._members.keys() == {0, 4}

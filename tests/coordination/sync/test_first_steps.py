@@ -1,4 +1,4 @@
-"""What unequal devices share by guess is one step at a time, and few of them."""
+"""What is granted ahead: few steps by guess, and shares within learned caps."""
 
 from __future__ import annotations
 
@@ -131,3 +131,48 @@ def test_nothing_is_granted_where_a_loop_has_left_and_who_waited_to_join_is_gone
     core.handle(left(1), 0.0)
     core.handle(ran(owed[0], 0), 0.0)
     assert not core.make_room(False)
+
+
+def grants_with_cap(
+    met_at: int = -1, cap: int = 0, *, micro_batches: bool = False, **options: Any
+) -> list[tuple[int, GrantBatches]]:
+    """Steps as they are granted, and how many had been run when they were.
+
+    Rank 0 meets the limit of its device's memory in a step, and runs micro-batches from
+    then on; both are equally fast.
+    """
+    known, config = 0, RunConfig(**nested(options))
+    core = SyncPolicy(PAIR, Settings(config=config, micro_batches=micro_batches))
+
+    def report(grant: GrantBatches, rank: int) -> StepsDone:
+        nonlocal known
+        known = cap if grant.start <= met_at < grant.stop else known
+        met = known if rank == 0 else 0
+        return ran(grant, rank, 0.01 * grant.shares[rank], max_samples=met, warm=True)
+
+    sizes = BatchSizes.of([BATCH] * 40)
+    return grants_in(run_epoch(PolicyChooser(core), sizes, report))
+
+
+def test_shares_keep_within_the_cap_from_a_stated_step_on() -> None:
+    seen = grants_with_cap(5, 10)
+    before = [grant for done, grant in seen if done <= 5]
+    after = [grant for done, grant in seen if done > 5]
+    assert {grant.shares for grant in before} == {(16, 16)}
+    assert {grant.shares for grant in after} == {(10, 22)}
+    assert min(grant.start for grant in after) >= 6 + HORIZON
+    assert max(grant.stop for grant in after) == 40
+
+
+def test_given_caps_hold_from_the_first_step() -> None:
+    seen = grants_with_cap(max_samples={1: 12})
+    assert {grant.shares for _, grant in seen} == {(20, 12)}
+
+
+@pytest.mark.parametrize("option", ["micro_batches", "deterministic"])
+def test_a_learned_cap_leaves_shares_where_it_costs_nothing_or_all_is_planned(
+    option: str,
+) -> None:
+    """Without fixed costs two micro-batches of half the size take as long as one."""
+    seen = grants_with_cap(5, 10, **{option: True})
+    assert {grant.shares for _, grant in seen} == {(16, 16)}

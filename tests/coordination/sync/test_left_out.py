@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.protocol.events import ModelUpdated
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync import left_out
 from elche.coordination.sync.left_out import ExcludedRanks
-from elche.coordination.sync.model_handover import ModelHandover
 from elche.coordination.sync.step_reports import RATE_MOVES, STALE, UNEVEN
 from elche.coordination.sync.step_shares import StepShares
 from tests.coordination.test_core import steps_done
@@ -230,28 +228,6 @@ def test_a_change_of_the_membership_forgets_who_brought_nothing(
     assert core.left_out.is_on == bool(core.left_out.ranks) == (not is_changed)
     core.left_out.begin_epoch(1, BatchSizes(((32, 100),)), core.now_s)
     assert core.left_out.is_trying == (not is_changed)
-
-
-def test_who_was_left_out_lacks_the_model_until_it_is_brought() -> None:
-    """Also where another rank dies meanwhile: those that are behind run no steps."""
-    handover, members = ModelHandover(3), {0, 1, 2}
-    handover.behind.add(2)
-    for dead in (set(), {1}):
-        members -= dead
-        assert handover.is_due
-        told = handover.instruct(members, 0, 9)
-        assert [(one.rank, one.source, one.window) for one in told] == [
-            (rank, 0, 9) for rank in sorted(members)
-        ]
-        for rank in members:
-            taken = ModelUpdated(rank=rank, epoch=3, window=9)
-            handover.take(taken, is_paused=False)
-        assert not handover.is_due
-        assert not handover.adopting
-        handover.remove(1)
-        handover.await_steps(members - {1})
-        assert handover.adopting == {0}
-        handover.adopting.clear()
 
 
 def test_nobody_may_die_until_all_have_run_a_step_in_the_same_group() -> None:

@@ -94,3 +94,15 @@ def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:
     steps.take(report(0, lost, 0))
     with pytest.raises(NonFiniteError, match="have become NaN"):
         steps.check(0, (0, 1), is_last=True)
+
+
+def test_of_one_step_the_first_pass_tells() -> None:
+    """Its sum is none on all ranks, in whose next pass it shows."""
+    steps = NonFiniteReports()
+    for rank, number in ((0, 1), (1, 0)):
+        own = NonFiniteRecord()
+        own.gradients((0, 3, number, 4 * rank, 4 * rank + 4), 0, is_finite=False)
+        own.is_finite = False
+        steps.take(report(rank, own, 3))
+    with pytest.raises(NonFiniteError, match="rank 1's own, in step 3, of samples 4"):
+        steps.check(0, (0, 1), is_last=False)

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.protocol.events import EpochLeft, Event, PassBegun
+from elche.coordination.protocol.events import Event, PassBegun
 from elche.coordination.protocol.instructions import (
     Abort,
     EndEpoch,
     GrantBatches,
     Instruction,
 )
-from elche.coordination.sync.step_leaving import EarlyEnd
 from tests.coordination.test_core import opened, plan_of, steps_done, with_run
 from tests.harness.reached import reach
 
@@ -101,14 +100,3 @@ def test_an_epoch_ends_where_all_run_the_same_passes(
     assert isinstance(end, Abort)
     assert end.kind == "config"
     assert "if elche.any(is_bad): continue" in end.reason
-
-
-def test_ranks_that_left_join_a_pass_once_all_others_know_of_them() -> None:
-    early, joins = EarlyEnd("sync"), []
-    for rank in (3, 2):
-        early.take(EpochLeft(rank=rank, epoch=0, step=3, passes=3), range(4))
-        for other in (0, 1):
-            at = {"step": 4, "passes": 4, "gone": 4 - rank}
-            told = early.begun(PassBegun(rank=other, epoch=0, **at), range(4))
-            joins.append([one.rank for one in told])
-    assert joins == [[], [], [], [2, 3]]

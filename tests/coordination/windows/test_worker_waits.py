@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
 from elche.coordination.protocol.instructions import (
     CloseWindow,
-    EndEpoch,
     GrantBatches,
     Instruction,
     OpenWindow,
@@ -25,6 +25,7 @@ from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.report.timeline import Timeline
+from tests.coordination.windows.test_window_loop import opened
 from tests.harness.epoch_hooks import hooks_without_run
 
 
@@ -126,37 +127,22 @@ class Sync:
 
 
 def open_window(window: int, wall_s: float | None) -> OpenWindow:
-    return OpenWindow(
-        rank=0,
-        epoch=0,
-        window=window,
-        wall_s=wall_s,
-        max_batches=None,
-        hold_after=None,
-        adopt_at=None,
-        patience_s=None,
-        committed_samples=0,
-        planned_samples=8,
-        planned_batches=1,
-    )
+    return opened(window, wall_s=wall_s, patience_s=None)
 
 
 def grant(batch: int) -> GrantBatches:
     return GrantBatches(rank=0, epoch=0, start=batch, stop=batch + 1)
 
 
-def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
-    shell = Shell()
+def epoch_of(
+    prefetched: int, sync: Sync | None = None
+) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
+    shell, sync = Shell(), sync or Sync()
     feed = ScriptedFeed(shell, prefetched)
     positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
-    epoch = WindowEpoch(
-        shell,  # type: ignore[arg-type]
-        feed,  # type: ignore[arg-type]
-        positions,
-        Sync(),  # type: ignore[arg-type]
-        WindowLoop(RankTime(1), overlapped=False),
-        hooks_without_run(),
-    )
+    loop = WindowLoop(RankTime(1), overlapped=sync.is_overlapped)
+    parts: Any = shell, feed, positions, sync, loop, hooks_without_run()
+    epoch = WindowEpoch(*parts)
     feed.refill = epoch.refill
     return shell, feed, epoch
 
@@ -193,12 +179,3 @@ def test_an_order_to_close_that_comes_while_the_loader_draws_is_obeyed_at_once(
         list(epoch.batches())
     done = [] if drain else [BatchesDone]
     assert [type(event) for event in shell.sent] == [*done, WindowClosed]
-
-
-def test_the_end_of_the_epoch_ends_the_loop() -> None:
-    shell, _, epoch = epoch_of(2)
-    shell.inbox.append(
-        EndEpoch(rank=0, epoch=0, samples=80, sync_s=0.1, windows=3, anchor=1)
-    )
-    assert list(epoch.batches()) == []
-    assert shell.sent == []

@@ -23,19 +23,13 @@ SAMPLES, BATCH = 96, 16
 
 @dataclass
 class Seen:
-    """What a rank trained on and holds at the end.
+    """What a rank trained on and holds at the end, in part by epoch.
 
     Attributes:
-        orders: positions that counted, per epoch, in the order of training.
+        orders: positions that counted, in the order of training.
         sizes: samples of every forward pass that succeeded on counted samples.
-        failures: how often the device ran out of memory.
         sent_before: buckets of gradients sent when a backward pass failed.
-        state: the model at the end.
-        cap: samples that the device turned out to hold.
-        shares: per epoch.
-        losses: per epoch.
-        scalars: the mean of the positions, logged by the loss function, per epoch.
-        warnings: what was logged.
+        scalars: the mean of the positions, logged by the loss function.
     """
 
     orders: list[list[int]] = field(default_factory=list)
@@ -83,7 +77,7 @@ class FailsInBackward(torch.autograd.Function):
         return gradient
 
 
-def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) -> Seen:
+def fitted(options: Mapping[str, Any], backward_most: int = 0) -> Seen:
     """A Trainer's run on this rank."""
     seen, place = Seen(), os.environ.get("RANK")
     order: list[int] = []
@@ -109,11 +103,8 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
         return F.cross_entropy(out, y, by_label, reduction=sums)
 
     def end_epoch(_: Any) -> None:
-        seen.cap = max(seen.cap, worker_cap())
-
-    def worker_cap() -> int:
         run = current_run()
-        return 0 if run is None else run.worker.max_samples
+        seen.cap = max(seen.cap, 0 if run is None else run.worker.max_samples)
 
     trainer = elche.Trainer(
         network,
@@ -121,7 +112,7 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
         loss_of,
         dataset=Numbered(SAMPLES, dtype="float64"),
         batch_size=BATCH,
-        epochs=epochs,
+        epochs=2,
         on_epoch_end=end_epoch,
         **nested({"policy": "sync", "seed": 5, **options}),
     )
@@ -130,19 +121,12 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
             result = trainer.fit()
     finally:
         FailsInBackward.seen = None
-    seen.orders = _epochs(order, epochs)
+    seen.orders = [order]
     seen.state = result.model_state
     seen.shares = [record.shares for record in result.history]
     seen.losses = [record.train_loss for record in result.history]
     seen.scalars = [record.scalars["position"] for record in result.history]
     return seen
-
-
-def _epochs(order: list[int], epochs: int) -> list[list[int]]:
-    """All of them in one list where there are several ranks: sums tell the rest."""
-    if len(order) != epochs * SAMPLES:
-        return [order]
-    return [order[at : at + SAMPLES] for at in range(0, len(order), SAMPLES)]
 
 
 def looped(options: Mapping[str, Any], most: int = 0) -> Seen:

@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -43,8 +42,6 @@ from elche.sim.rank import join_of
 from tests.harness.waiting import until
 
 WAIT_S = 150.0
-KILLS = 12
-"""Each costs the start of a process: seconds on a busy machine."""
 PAIR = Cluster(
     run=SimulatedRun(samples=160, batch_size=8, policy="sync"),
     devices=(Device(seconds_per_sample=0.01, count=2),),
@@ -145,21 +142,6 @@ def test_ranks_go_on_with_the_next_one_where_they_stand(
     assert sum("-> BarrierPassed" in line for line in story) == 400
 
 
-@pytest.mark.slow
-def test_it_is_killed_at_any_moment_and_goes_on_from_copies() -> None:
-    begun: set[int] = set()
-    with launcher() as run, ThreadPoolExecutor(1) as training:
-        ended = training.submit(both, run, 1500, lambda rank, number: begun.add(number))
-        while not ended.done() and run.kills < KILLS:
-            number = len(begun)
-            until(lambda: len(begun) > number or ended.done())  # noqa: B023 - at once
-            time.sleep(0.01 * secrets.randbelow(20))  # any moment
-            run.kill()
-        assert ended.result() == [[str(number) for number in range(1500)]] * 2
-        assert run.kept._copy is not None
-        assert run.kills > 1
-
-
 def test_a_rank_that_dies_meanwhile_is_fenced_by_the_launcher_and_lost() -> None:
     fenced: list[int] = []
     with launcher() as run:
@@ -213,35 +195,32 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
         assert asyncio.run(read_twice()) == [Command(RankLost(rank=0))]
 
 
-def test_a_copy_is_made_however_soon_they_die() -> None:
-    """Of what each one has been handed at its beginning, too."""
-    tick = pickle.dumps([Entry(None, Tick(), 1.0)])
+def written(begin: Begin, ticks: int) -> list[object]:
+    """What the launcher gets of a coordinator that begins so, after so many ticks."""
     ours, theirs = socket.socketpair()
-    begin = replace(BEGIN, journal=(tick,) * COPY_ENTRIES)
 
-    async def written() -> list[object]:
-        CoordinatorChild(Link(theirs), begin)._server.take(Tick())
+    async def run() -> list[object]:
+        child = CoordinatorChild(Link(theirs), begin)
+        for _ in range(ticks):
+            child._server.take(Tick())
         return Link(ours).receive()
 
     with ours, theirs:
-        copies = [m for m in asyncio.run(written()) if isinstance(m, Copy)]
-    assert len(copies) == 1
+        return asyncio.run(run())
+
+
+def test_a_copy_is_made_however_soon_they_die() -> None:
+    """Of what each one has been handed at its beginning, too."""
+    tick = pickle.dumps([Entry(None, Tick(), 1.0)])
+    begin = replace(BEGIN, journal=(tick,) * COPY_ENTRIES)
+    assert len([m for m in written(begin, 1) if isinstance(m, Copy)]) == 1
 
 
 def test_recorded_messages_travel_in_their_piece_of_the_journal() -> None:
     """One frame: a coordinator that is killed leaves both behind, or neither."""
     left = pickle.dumps([Entry(None, Left(rank=0), 1.0)])
     begin = replace(BEGIN, shows=True, journal=(left,))
-    ours, theirs = socket.socketpair()
-
-    async def written() -> list[object]:
-        child = CoordinatorChild(Link(theirs), begin)
-        child._server.take(Tick())
-        child._server.take(Tick())
-        return Link(ours).receive()
-
-    with ours, theirs:
-        pieces = [m for m in asyncio.run(written()) if isinstance(m, Journal)]
+    pieces = [m for m in written(begin, 2) if isinstance(m, Journal)]
     assert [piece.messages for piece in pieces] == [(Tick(),)] * 2
 
 

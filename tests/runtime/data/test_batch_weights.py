@@ -20,15 +20,6 @@ from elche.runtime.data.positions import EpochPositions
 ELSEWHERE = torch.device("meta")
 
 
-def leased(weight_of: Any) -> tuple[LeasedBatches, EpochPositions]:
-    loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
-    weights = None if weight_of is None else BatchWeights(weight_of, 3)
-    batches = LeasedBatches(loader, torch.Generator(), ELSEWHERE, lambda: None, weights)
-    positions = EpochPositions(torch.arange(6), BatchSizes(((2, 3),)), 4, None)
-    batches.start(positions)
-    return batches, positions
-
-
 def test_each_batch_comes_out_with_its_weight() -> None:
     seen: deque[torch.device] = deque()
 
@@ -37,7 +28,11 @@ def test_each_batch_comes_out_with_its_weight() -> None:
         total: torch.Tensor = batch[0].sum()
         return total
 
-    batches, positions = leased(weight_of)
+    loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
+    weights = BatchWeights(weight_of, 3)
+    batches = LeasedBatches(loader, torch.Generator(), ELSEWHERE, lambda: None, weights)
+    positions = EpochPositions(torch.arange(6), BatchSizes(((2, 3),)), 4, None)
+    batches.start(positions)
     for number in (0, 2):
         batches.push(number, positions.index_batch(number))
     batches.end()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche.session.process import current_run, failing_together
@@ -36,26 +36,11 @@ class Changing(Dataset[Any]):
         return torch.tensor([float(index)])
 
 
-class Emptied(Sampler[int]):
-    """Yields nothing in its second epoch."""
-
-    def __init__(self) -> None:
-        self.epochs = 0
-
-    def __iter__(self) -> Any:
-        self.epochs += 1
-        return iter(range(32 if self.epochs == 1 else 0))
-
-    def __len__(self) -> int:
-        return 32
-
-
 def _train(
     policy: str,
     *,
     ranks: tuple[int, ...] = (),
     length: int = 32,
-    sampler: bool = False,
     broken: bool = False,
     num_workers: int = 0,
     drop_last: bool = False,
@@ -67,7 +52,6 @@ def _train(
     loader = DataLoader(
         data,
         4,
-        sampler=Emptied() if sampler else None,
         num_workers=num_workers,
         drop_last=drop_last,
     )
@@ -110,7 +94,6 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
         {"ranks": (1,), "length": 31, "drop_last": True},
         "the data set has 31 samples on this rank",
     ),
-    ({"sampler": True}, "the sampler yields no batch: the dataset is empty"),
     ({"ranks": (1,), "broken": True}, "cannot be read"),
 ]
 

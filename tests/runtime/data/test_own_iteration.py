@@ -23,7 +23,6 @@ NEW_RANKS = True
 KINDS = [
     ("normalising", 0, "sync"),
     ("normalising", 2, "cadence"),
-    ("normalising stream", 0, "sync"),
     ("filtering", 0, "sync"),
     ("filtering", 2, "async"),
     ("endless", 0, "sync"),

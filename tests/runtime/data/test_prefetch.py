@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from elche.devices.memory import read_memory
 from elche.runtime.data.prefetch import DevicePrefetcher, most_ahead
+from elche.runtime.data.transfer import tensors_in
 
 CPU = torch.device("cpu")
 
@@ -64,3 +66,20 @@ def test_the_probes_arithmetic(
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     assert read_memory(torch.device("cuda")) == (100, *reading)
+
+
+def test_which_tensors_can_be_seen() -> None:
+    a, b = torch.ones(2), torch.zeros(3)
+
+    class Moves:
+        def to(self, device: Any) -> Any:
+            raise AssertionError("not to be moved here")
+
+    assert tensors_in({"a": a, "b": ["text", (b, 3)], "c": None}) == [a, b]
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    found = tensors_in([packed])
+    assert found is not None
+    assert found[0] is packed.data
+    assert tensors_in([a, Moves()]) is None
+    assert tensors_in({"a": torch.eye(2).to_sparse()}) is None
+    assert tensors_in("text") == []

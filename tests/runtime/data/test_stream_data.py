@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import elche
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.data.stream_reader import Stamp, StreamReader, fingerprint
-from tests.harness.settings import nested
+from tests.runtime.report.test_single_metrics import set_up
 
 
 class Drawn(IterableDataset[Any]):
@@ -215,34 +214,11 @@ def test_what_is_left_alone() -> None:
     assert (len(divided), divided.batch_size, len(divided.dataset)) == (3, 4, 10)
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
-
-
-def set_up(loader: DataLoader[Any], **options: Any) -> Any:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return elche.setup(model, optimizer, loader, **nested(options))[2]
-
-
-@pytest.mark.usefixtures("alone")
-def test_on_one_device_a_stream_is_plain() -> None:
-    stream = Drawn(10)
-    loader = set_up(DataLoader(stream, 4))
-    assert loader.dataset is stream
-    assert [len(numbers) for numbers, _ in loader] == [4, 4, 2]
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("plain_environment")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_on_one_device_an_epoch_can_be_cut(num_workers: int) -> None:
-    loader = set_up(
-        DataLoader(Endless(), 4, num_workers=num_workers), samples_per_epoch=10
-    )
+    plain = DataLoader(Endless(), 4, num_workers=num_workers)
+    *_, loader = set_up(plain, samples_per_epoch=10)
     assert len(loader) == 3
     for _ in range(2):
         seen = [batch[:, 0].int().tolist() for batch in loader]
@@ -250,11 +226,11 @@ def test_on_one_device_an_epoch_can_be_cut(num_workers: int) -> None:
     assert elche.epoch_metrics().samples == 10
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("plain_environment")
 def test_on_one_device_a_seed_draws_by_position() -> None:
     draws = [
         [list(zip(*(part.tolist() for part in batch), strict=True)) for batch in loader]
-        for loader in (
+        for *_, loader in (
             set_up(DataLoader(Drawn(10), 4), seed=5),
             set_up(DataLoader(Drawn(10), 4, num_workers=2), seed=5),
         )

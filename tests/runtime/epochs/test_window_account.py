@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from elche.cadence.rank_time import RankTime
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.model_buffers.window_buffers import WindowBuffers
-from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import BatchesDone, ModelUpdated, WindowClosed
-from elche.coordination.protocol.instructions import CloseWindow, EndEpoch, Reduce
-from elche.coordination.windows.window_loop import WindowLoop
-from elche.runtime.data.positions import EpochPositions
+from elche.coordination.protocol.events import (
+    BatchesDone,
+    Event,
+    ModelUpdated,
+    WindowClosed,
+)
+from elche.coordination.protocol.instructions import (
+    CloseWindow,
+    EndEpoch,
+    Instruction,
+    Reduce,
+)
 from elche.runtime.epochs import window_epoch
-from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.parameter_sync import ParameterSync
 from tests.comm.plans import plan
@@ -28,13 +34,14 @@ from tests.comm.thread_group import on_ranks
 from tests.coordination.windows.test_window_loop import reduction
 from tests.coordination.windows.test_worker_waits import (
     NeedlessWaitError,
-    ScriptedFeed,
     Shell,
     Sync,
+    epoch_of,
     grant,
     open_window,
 )
-from tests.harness.epoch_hooks import hooks_without_run
+
+CLOSE = CloseWindow(rank=0, epoch=0, window=0, drain=False)
 
 
 class Overlapped(Sync):
@@ -71,21 +78,27 @@ def end() -> EndEpoch:
     return EndEpoch(rank=0, epoch=0, samples=8, sync_s=0.1, windows=1, anchor=1)
 
 
-def epoch_of(sync: Sync) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
-    shell = Shell()
-    feed = ScriptedFeed(shell, 1)
-    positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
-    loop = WindowLoop(RankTime(1), overlapped=sync.is_overlapped)
-    hooks = hooks_without_run()
-    epoch = WindowEpoch(*cast(Any, (shell, feed, positions, sync, loop, hooks)))
-    feed.refill = epoch.refill
-    return shell, feed, epoch
+def answer(
+    shell: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+    closed: Sequence[Instruction],
+    updated: Sequence[Instruction],
+) -> None:
+    """What comes where this rank has closed a window, and where it has a result."""
+
+    def sends(*events: Event) -> None:
+        shell.sent.extend(events)
+        for event in events:
+            shell.inbox.extend(closed if isinstance(event, WindowClosed) else ())
+            shell.inbox.extend(updated if isinstance(event, ModelUpdated) else ())
+
+    monkeypatch.setattr(shell, "send", sends)
 
 
 def test_a_windows_weight_is_the_sum_of_its_batches_weights() -> None:
-    shell, feed, epoch = epoch_of(Sync())
+    shell, feed, epoch = epoch_of(1)
     shell.inbox.extend([open_window(0, None), grant(0), grant(1)])
-    feed.when_empty = [[CloseWindow(rank=0, epoch=0, window=0, drain=False)]]
+    feed.when_empty = [[CLOSE]]
     feed.weight = 3.0
     with pytest.raises(AssertionError):  # nothing more comes
         list(epoch.batches())
@@ -106,15 +119,9 @@ class Blocking(Sync):
 
 
 def test_leases_that_went_back_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    shell, feed, epoch = epoch_of(Blocking())
+    shell, feed, epoch = epoch_of(1, Blocking())
 
-    def sends(*events: object) -> None:
-        if any(isinstance(e, WindowClosed) for e in events):
-            shell.inbox.append(reduction())
-        if any(isinstance(e, ModelUpdated) for e in events):
-            shell.inbox.append(open_window(1, None))
-
-    monkeypatch.setattr(shell, "send", sends)
+    answer(shell, monkeypatch, [reduction()], [open_window(1, None)])
     shell.inbox.extend([open_window(0, None), grant(0), grant(1)])
     batches = epoch.batches()
     assert next(batches) == "data"
@@ -128,23 +135,17 @@ def test_leases_that_went_back_are_no_work(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_the_device_computes_after_a_window_counts_in_one_batch_of_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shell, _, epoch = epoch_of(Blocking())
+    shell, _, epoch = epoch_of(1, Blocking())
     rest = iter([8.0, 0.0])  # in which the device drains
     monkeypatch.setattr(window_epoch, "time", Clock())
     monkeypatch.setattr(shell, "pace_device", lambda *at: next(rest) if at else 0.0)
 
-    def sends(*events: object) -> None:
-        shell.sent.extend(cast(Any, events))
-        if any(isinstance(e, WindowClosed) for e in events):
-            shell.inbox.append(reduction())
-        if any(isinstance(e, ModelUpdated) for e in events):
-            shell.inbox.extend([open_window(1, None), grant(1), grant(2)])
-
-    monkeypatch.setattr(shell, "send", sends)
+    opened = [open_window(1, None), grant(1), grant(2)]
+    answer(shell, monkeypatch, [reduction()], opened)
     shell.inbox.extend([open_window(0, None), grant(0)])
     batches = epoch.batches()
     next(batches)
-    shell.inbox.append(CloseWindow(rank=0, epoch=0, window=0, drain=False))
+    shell.inbox.append(CLOSE)
     for _ in range(2):
         next(batches)
     shell.inbox.append(end())
@@ -158,25 +159,18 @@ def test_a_result_reports_when_it_was_adopted_and_how_long_it_was_waited_for(
 ) -> None:
     clock, sync, waits = Clock(), Overlapped(), list[float]()
     monkeypatch.setattr(window_epoch, "time", clock)
-    shell, _, epoch = epoch_of(sync)
+    shell, _, epoch = epoch_of(1, sync)
 
     def sleeps(timeout_s: float) -> None:
         clock.now_s += timeout_s
         waits.append(timeout_s)
 
-    def sends(*events: object) -> None:
-        shell.sent.extend(cast(Any, events))
-        if any(isinstance(e, WindowClosed) for e in events):
-            shell.inbox.extend([open_window(1, None), reduction(), grant(1)])
-        if any(isinstance(e, ModelUpdated) for e in events):
-            shell.inbox.append(end())
-
     monkeypatch.setattr(shell, "sleep_until_message", sleeps)
-    monkeypatch.setattr(shell, "send", sends)
+    answer(shell, monkeypatch, [open_window(1, None), reduction(), grant(1)], [end()])
     shell.inbox.extend([open_window(0, None), grant(0)])
     batches = epoch.batches()
     assert next(batches) == "data"
-    shell.inbox.append(CloseWindow(rank=0, epoch=0, window=0, drain=False))
+    shell.inbox.append(CLOSE)
     assert next(batches) == "data"  # of the next window, while the first is reduced
     sync.polls_left = 2  # complete after two polls, without work meanwhile
     list(batches)
@@ -192,7 +186,7 @@ def test_what_a_poll_sums_is_a_cost_of_the_reduction_and_not_of_a_batch(
 ) -> None:
     clock, sync, polls, has_come = Clock(), Overlapped(), 0, False
     monkeypatch.setattr(window_epoch, "time", clock)
-    shell, _, epoch = epoch_of(sync)
+    shell, _, epoch = epoch_of(1, sync)
 
     def sums() -> bool:
         nonlocal polls
@@ -200,19 +194,12 @@ def test_what_a_poll_sums_is_a_cost_of_the_reduction_and_not_of_a_batch(
         clock.now_s += 8.0
         return has_come
 
-    def sends(*events: object) -> None:
-        shell.sent.extend(cast(Any, events))
-        if any(isinstance(e, WindowClosed) for e in events):
-            shell.inbox.extend([open_window(1, None), reduction(), grant(1)])
-        if any(isinstance(e, ModelUpdated) for e in events):
-            shell.inbox.append(end())
-
     monkeypatch.setattr(sync, "poll", sums)
-    monkeypatch.setattr(shell, "send", sends)
+    answer(shell, monkeypatch, [open_window(1, None), reduction(), grant(1)], [end()])
     shell.inbox.extend([open_window(0, None), grant(0)])
     batches = epoch.batches()
     next(batches)
-    shell.inbox.append(CloseWindow(rank=0, epoch=0, window=0, drain=False))
+    shell.inbox.append(CLOSE)
     next(batches)  # of the next window, after a poll
     has_come = True
     list(batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch.distributed import TCPStore
 
 from elche.comm.transport.torch_store import HOST, TorchStore
 from tests.harness.ports import free_port
-from tests.harness.printing import environment_of
+from tests.harness.printing import environment_of, started
 
 pytestmark = pytest.mark.distributed
 
@@ -49,26 +48,22 @@ print("through", flush=True)
 SAID = "torch.distributed's default process group exists: the death of any rank ends"
 
 
-def run(tmp_path: Path, where: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, where: str) -> tuple[int, str]:
+    """The exit code, and what it printed."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script), where],
-        env=environment_of(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    words = "-m", "elche", "run", "--nproc", "2", str(script), where
+    with started(tmp_path, [sys.executable, *words]) as [one]:
+        return one.end(), one.output
 
 
 def test_strangers_at_its_port_cost_nothing(tmp_path: Path) -> None:
     """Once each death ended the run then, without a word."""
-    ended = run(tmp_path, "stranger")
-    assert "rank 1 dies" in ended.stdout
-    assert ended.returncode == 0, ended.stdout
-    assert "through" in ended.stdout
-    assert SAID not in ended.stdout
+    code, output = run(tmp_path, "stranger")
+    assert "rank 1 dies" in output
+    assert code == 0, output
+    assert "through" in output
+    assert SAID not in output
 
 
 @pytest.mark.parametrize(
@@ -77,13 +72,13 @@ def test_strangers_at_its_port_cost_nothing(tmp_path: Path) -> None:
 def test_a_group_of_the_script_is_said_and_ends_with_a_death(
     tmp_path: Path, where: str
 ) -> None:
-    ended = run(tmp_path, where)
-    assert "rank 1 dies" in ended.stdout
-    assert ended.returncode == 137, ended.stdout
-    assert "through" not in ended.stdout
-    assert ended.stdout.count(SAID) == 1
-    assert ended.stdout.index(SAID) < ended.stdout.index("rank 1 dies")
-    assert re.search(r"the death of a rank ends a script with", ended.stdout)
+    code, output = run(tmp_path, where)
+    assert "rank 1 dies" in output
+    assert code == 137, output
+    assert "through" not in output
+    assert output.count(SAID) == 1
+    assert output.index(SAID) < output.index("rank 1 dies")
+    assert "the death of a rank ends a script with" in output
 
 
 def test_clients_of_torch_find_a_store() -> None:
@@ -136,7 +131,7 @@ def run_two(
 ) -> list[subprocess.CompletedProcess[str]]:
     script = tmp_path / "joined.py"
     script.write_text(JOINED)
-    started = [
+    begun = [
         subprocess.Popen(
             [sys.executable, str(script), method, str(rank), wanted],
             stdout=subprocess.PIPE,
@@ -148,7 +143,7 @@ def run_two(
         )
         for rank in range(2)
     ]
-    ended = [(process, *process.communicate(timeout=150.0)) for process in started]
+    ended = [(process, *process.communicate(timeout=150.0)) for process in begun]
     return [
         subprocess.CompletedProcess(process.args, process.returncode, *said)
         for process, *said in ended

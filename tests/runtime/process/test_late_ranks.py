@@ -8,11 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import elche
-from elche.by_hand.replica import init_group
-from elche.comm.transport.exchange import SharedExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import DeadlineError, ElcheError
 from elche.runtime.process import worker
@@ -103,33 +100,3 @@ def test_who_comes_at_the_moment_of_the_deadline_has_come() -> None:
     looks = iter([False, True])
     group.wait_until(lambda: next(looks), "gradients", list)
     assert next(looks, None) is None
-
-
-def _some_send(folder: str, absent: tuple[int, ...]) -> str:
-    """Rank 0 alone loses patience; of the others, some have sent their part."""
-    group = init_group(timeout_s=60.0)
-    exchange = open_exchange(group, 4, torch.float32, torch.device("cpu"))
-    assert isinstance(exchange, SharedExchange)
-    if group.rank not in absent:
-        exchange.begin(0)
-    all_here(folder)
-    waits_s, said = worker.ABORT_WAIT_S, ""
-    if group.rank == 0:
-        lose_patience(group, 0.1)
-        worker.ABORT_WAIT_S = 0.1
-        with pytest.raises(DeadlineError, match="ranks that did not arrive") as caught:
-            exchange.wait("a test")
-        said, worker.ABORT_WAIT_S = str(caught.value), waits_s
-    all_here(folder, "told")
-    elche.shutdown()
-    return said
-
-
-@pytest.mark.parametrize("absent", [(1,), (2,), (1, 2)])
-def test_shared_memory_names_those_who_have_not_come_and_nobody_else(
-    ranks3: RankPool, absent: tuple[int, ...]
-) -> None:
-    """Whoever has sent its part need not have noticed that somebody is late."""
-    with tempfile.TemporaryDirectory() as folder:
-        said, *_ = ranks3.serve(_some_send, folder, absent)
-    assert said.endswith(f"did not arrive: {', '.join(map(str, absent))}"), said

@@ -1,19 +1,30 @@
-"""Ranks that srun, mpirun and others start, by the variables that those set."""
+"""Ranks that srun, mpirun and others start: their variables, and the run's key."""
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed
 
-from elche.errors import ConfigError
-from elche.runtime.process.connect import connect
-from elche.runtime.process.environment import read_placement
+from elche.errors import CommunicationError, ConfigError
+from elche.runtime.process.connect import (
+    _find_under_torchrun,
+    _hide,
+    _read_hidden,
+    connect,
+    stop_coordinator,
+)
+from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launchers import read_launcher
 from tests.harness.ports import free_port
-from tests.harness.printing import ended, environment_of
+from tests.harness.printing import ended, started
 
 # What each launcher sets on the last rank, of what elche reads; from their documents.
 SRUN = {
@@ -129,31 +140,22 @@ def test_several_hosts_without_an_address_are_refused_at_once(
         connect(read_placement(), timeout_s=300.0)
 
 
-def test_ranks_of_srun_train_together() -> None:
+def test_ranks_of_srun_train_together(tmp_path: Path) -> None:
     port = free_port(ports=range(15_000, 25_000))  # those of Slurm
-    ranks = []
-    for rank in range(2):
-        told = {
-            **SRUN,
-            "SLURM_JOB_ID": str(port - 15000),
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-        }
-        environment = environment_of(**told)
-        command = [sys.executable, "-c", TRAINING]
-        ranks.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, text=True
-            )
-        )
-    sums = [rank.communicate(timeout=200.0)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    told = {
+        **SRUN,
+        "SLURM_JOB_ID": str(port - 15000),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    own = [told | {"SLURM_PROCID": one, "SLURM_LOCALID": one} for one in "01"]
+    program = [sys.executable, "-c", TRAINING]
+    with started(tmp_path, program, program, variables=own) as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0], ranks[0].output
+    sums = [rank.wait_for(r"(\S+) shared memory\n") for rank in ranks]
     assert sums[0] == sums[1]
-    assert sums[0].endswith("shared memory\n")
 
 
 def test_an_address_of_its_own_is_found_under_elche_run_too(tmp_path: Path) -> None:
@@ -163,3 +165,67 @@ def test_an_address_of_its_own_is_found_under_elche_run_too(tmp_path: Path) -> N
     done = ended(*words, ELCHE_LISTEN="auto")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("shared memory") == 2  # lines of ranks may mix
+
+
+def test_a_key_is_this_users_alone_and_goes_with_the_coordinator() -> None:
+    path = _hide("127.0.0.1:1/00")
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+    assert _read_hidden(path) == "127.0.0.1:1/00"
+    stop_coordinator()
+    assert not Path(path).exists()
+
+
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("127.0.0.1:1/00")
+    path.chmod(0o644)
+    with pytest.raises(CommunicationError, match="not a file of this user alone"):
+        _read_hidden(str(path))
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A default group of this process alone."""
+    store = distributed.HashStore()
+    store.set_timeout(timedelta(seconds=100))
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for as long as the store of a default group waits."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    placement = Placement(world_size=2, device=torch.device("cpu"))
+    begun_s = time.monotonic()
+    with pytest.raises(CommunicationError, match="default group"):
+        connect(placement, 0.5)
+    assert time.monotonic() - begun_s < 50.0  # of the store's 100
+
+
+def test_a_default_group_made_between_two_setups_starts_no_second_coordinator(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    placement = Placement(world_size=1, device=torch.device("cpu"))
+    first = _find_under_torchrun(placement, os.environ, 60.0)
+    request.getfixturevalue("group_of_one")
+    assert _find_under_torchrun(placement, os.environ, 60.0) == first
+    stop_coordinator()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_elche_run_has_no_use_for_a_default_group() -> None:
+    found = read_placement(
+        {
+            "ELCHE_COORDINATOR": "127.0.0.1:1",
+            "ELCHE_KEY": "00" * 32,
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+        }
+    )
+    assert (found.rank, found.world_size) == (1, 2)

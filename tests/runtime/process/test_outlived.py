@@ -38,23 +38,16 @@ def test_a_killed_rank_is_outlived(policy: str, rank: int) -> None:
     assert done.returncode == 0, done.stderr
     assert f"elche: rank {rank} died: continuing with ranks {others}" in done.stderr
     assert f"ranks [{rank}] ended with codes [137 (SIGKILL)]" in done.stderr
-    sums = dict(re.findall(r"done (\d) of 2: 800 samples, sum (\S+),", done.stdout))
+    sums = dict(re.findall(r"done (\d) of 2: 800 samples, sum (\S+)", done.stdout))
     assert sorted(sums) == ["0", "1"], done.stdout + done.stderr
     assert len(set(sums.values())) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        ("0 kill cadence own", 137, "from the script's own Evens, which no other rank"),
-        ("1 quit async", 7, "rank 1 failed: its process ended with code 7"),
-    ],
-)
-def test_what_a_run_does_not_outlive(words: str, code: int, says: str) -> None:
-    done = run(3, *words.split())
-    assert done.returncode == code, done.stderr
-    assert says in done.stderr
+def test_a_rank_that_ends_by_an_error_is_not_outlived() -> None:
+    done = run(3, "1", "quit", "async")
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 failed: its process ended with code 7" in done.stderr
     assert "done" not in done.stdout
 
 
@@ -68,17 +61,6 @@ def test_a_long_evaluation_is_no_death_and_others_say_where_it_is() -> None:
         done.stderr,
     ), done.stderr
     assert done.stdout.count("of 3: 800 samples") == 3
-
-
-@pytest.mark.slow
-def test_loader_workers_that_hold_a_dead_ranks_sockets_delay_nothing() -> None:
-    """They see its end after up to 5 s; the launcher sees it at once."""
-    done = run(3, "1", "kill", "cadence", "workers")
-    assert done.returncode == 0, done.stderr
-    assert "elche: rank 1 died: continuing with ranks 0, 2" in done.stderr
-    paused_s = re.findall(r"of 2: 800 samples, .* at most ([0-9.]+) s", done.stdout)
-    assert len(paused_s) == 2, done.stdout + done.stderr
-    assert max(map(float, paused_s)) < 4.0
 
 
 @pytest.mark.slow

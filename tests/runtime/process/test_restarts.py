@@ -21,7 +21,6 @@ from elche.runtime.process.launch_config import (
     python_command,
 )
 from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
-from tests.runtime.process.test_launcher import started
 
 KILLED = LaunchResult((1, 137), "rank 1 is gone: x", (), 1, failed_s=0.0)
 RAISED = LaunchResult(
@@ -253,21 +252,6 @@ def test_processes_are_started_anew(
     assert len({path.read_text() for path in tmp_path.glob("1.*")}) == 3  # ports
 
 
-WAITS = "import signal; print('ready', flush=True); signal.pause()"
-
-
-@pytest.mark.distributed
-def test_sigterm_ends_a_run_for_good(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(WAITS)
-    options = ("--nproc", "2", "--max-restarts", "3")
-    with started(tmp_path, *options, str(script)) as run:
-        run.wait_for("ready", 2)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 143
-        assert "anew" not in run.output
-
-
 def test_options_of_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -285,6 +269,3 @@ def test_options_of_the_command(
     assert not starts.seen[0].appends_events
     assert starts.seen[0].on_view is not None  # standard error is no terminal
     assert starts.seen[1].environment["ELCHE_CHECKPOINT_EVERY_S"] == "30.0"
-    result = CliRunner().invoke(main, ["run", "--resume", str(script)])
-    assert result.exit_code == 2
-    assert "need a --checkpoint-dir" in result.output

@@ -1,14 +1,18 @@
-"""How a process ends: what it writes, and what it notes of its exit."""
+"""How a process ends: what it writes, what it notes, and where a thread of it is."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from elche.runtime.process.heartbeat import Heartbeat
 from elche.runtime.process.shutdown import ExitWatch, write_whole
 
 
@@ -50,3 +54,48 @@ def test_calls_of_sys_exit_are_noted(
         sys.exit(status)
     assert caught.value.code == status
     assert watch.code == code
+
+
+SCRIPT = """
+import os, sys
+from elche.runtime.process.shutdown import watch_process
+
+def fail():
+    error = ConnectionResetError("of its dead parent")  # as multiprocessing reports it
+    sys.excepthook(type(error), error, None)
+
+watch_process(lambda error: os.write(1, b"failed "), lambda: None)
+if os.fork() == 0:
+    fail()
+    os._exit(0)
+os.wait()
+os.write(1, b"waited ")
+fail()
+"""
+
+
+def test_only_the_rank_itself_says_that_it_has_failed() -> None:
+    """Once: a killed rank's loader worker ended the run that had outlived it."""
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.stdout.split() == [b"waited", b"failed"]
+    assert done.stderr.count(b"ConnectionResetError: of its dead parent") == 2
+
+
+def test_a_quiet_thread_is_found_until_it_ends() -> None:
+    begun, goes_on, trainers = threading.Event(), threading.Event(), list[int]()
+
+    def trains() -> None:
+        trainers.append(threading.get_ident())
+        begun.set()
+        goes_on.wait()
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    begun.wait()
+    silent = cast(Any, SimpleNamespace(_trainer=trainers[0]))
+    stack = Heartbeat._stack(silent)
+    goes_on.set()
+    thread.join()
+    assert f" in trains ({__file__}:" in stack
+    assert Heartbeat._stack(silent) == "its end"

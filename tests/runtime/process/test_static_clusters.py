@@ -71,17 +71,6 @@ def srun(link: Link) -> list[dict[str, str]]:
     return [job | {"SLURM_PROCID": one, "SLURM_NODEID": one} for one in "01"]
 
 
-@pytest.mark.slow
-def test_ranks_of_two_torchruns_train_as_one(tmp_path: Path, link: Link) -> None:
-    """Two ranks on each host."""
-    words = torchruns(link, 2, str(CASES / "scripts.py"), "ok", "sync")
-    with started(tmp_path, link, words) as hosts:
-        assert [host.end() for host in hosts] == [0, 0], hosts[0].output
-        for number, host in enumerate(hosts):
-            for rank in (2 * number, 2 * number + 1):
-                assert f"done {rank} of 4" in host.output
-
-
 def test_a_short_cut_is_a_wait(tmp_path: Path, link: Link) -> None:
     words = str(CASES / "endless.py"), "sync"
     with started(tmp_path, link, (words, words), srun(link)) as hosts:

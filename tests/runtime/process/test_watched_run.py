@@ -91,20 +91,6 @@ def test_a_run_that_fails_is_seen_until_then(tmp_path: Path) -> None:
     assert len(marks) == len(history.events)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_in_the_timeline(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    code, _ = in_terminal(
-        *("--speeds", "1,0.5", "--trace", str(trace), str(SCRIPT), "killed")
-    )
-    assert code == 0  # the other rank goes on
-    found = batches_of(trace)
-    assert found[0]
-    assert not found[1]
-    facts = json.loads(trace.read_text())["otherData"]
-    assert facts["ranks without a timeline"] == [1]
-
-
 def test_no_lines_end_is_written_apart_from_it() -> None:
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a write, a record
     command = ["-m", "elche", "run", "--speeds", "1,1", str(SCRIPT), "ends"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,14 @@ from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.report import event_file
 from elche.runtime.report.event_file import NAME, EventFile
 from elche.runtime.report.run_watch import RunWatch
+from tests.harness.printing import started
+from tests.harness.waiting import until
 from tests.monitor.test_run_history import begin, join, report
 
 
 def window(number: int) -> Record:
     (record,) = EventRecorder().see(report(0), float(number))
     return record | {"samples": 100 * number}
-
-
-def wait_for(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30.0
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def read(folder: Path) -> RunHistory:
@@ -47,7 +42,7 @@ def test_it_is_bounded_and_readers_see_another_file(tmp_path: Path) -> None:
     first = (tmp_path / NAME).stat().st_ino
     for number in range(1000):
         file.add(window(number))
-        wait_for(file._lines.empty)
+        until(file._lines.empty)
     file.close()
     assert (tmp_path / NAME).stat().st_size <= most_bytes
     assert (tmp_path / NAME).stat().st_ino != first
@@ -61,7 +56,7 @@ def test_records_are_written_at_once(tmp_path: Path) -> None:
     file = EventFile(tmp_path)
     for number in range(3):
         file.add(window(number))
-        wait_for(lambda least=number: len(read(tmp_path).windows) > least)  # type: ignore
+        until(lambda least=number: len(read(tmp_path).windows) > least)  # type: ignore
     file.close()
 
 
@@ -76,7 +71,7 @@ def test_a_stalled_disk_holds_up_nothing(
         file.add(window(number))
     file.close()
     stalled.set()
-    wait_for(lambda: len(read(tmp_path).windows) == 1000)
+    until(lambda: len(read(tmp_path).windows) == 1000)
 
 
 def test_a_folder_with_another_runs_events_is_refused(tmp_path: Path) -> None:
@@ -140,7 +135,7 @@ def test_a_full_disk_ends_the_file_and_not_the_run(
     file._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     for number in range(3):
         file.add(window(number))
-        wait_for(lambda: not file._thread.is_alive())
+        until(lambda: not file._thread.is_alive())
     assert caplog.text.count("no more events are written to") == 1
     file.close()
     file._file.close()
@@ -180,3 +175,36 @@ def test_two_starts_of_a_run_in_one_file(tmp_path: Path) -> None:
     assert history.end is not None
     assert history.end["exit_codes"] == [0, 0]
     assert "SECRET" not in json.dumps(history.records)
+
+
+SCRIPT = Path(__file__).parent / "cases" / "slowed.py"
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_a_throttled_rank_and_checkpoints_are_events(tmp_path: Path) -> None:
+    file, slow, saved = (tmp_path / name for name in ("events.jsonl", "slow", "saved"))
+    options = f"--nproc 2 --events {tmp_path} --checkpoint-dir {saved}"
+    words = f"elche run --quiet {options} --checkpoint-every 2 {SCRIPT} {slow}"
+
+    def history() -> RunHistory:
+        found = RunHistory()
+        found.feed(file.read_text() if file.exists() else "")
+        return found
+
+    def texts(name: str, rank: int | None) -> list[str]:
+        events = history().events
+        return [e["text"] for e in events if (e["name"], e["rank"]) == (name, rank)]
+
+    with started(tmp_path, [sys.executable, "-m", *words.split()]) as (run,):
+        until(lambda: sum(w["duration_s"] for w in history().windows) > 10, poll_s=0.2)
+        slow.touch()
+        until(lambda: texts("slower", 1), poll_s=0.2)
+        slow.unlink()
+        until(lambda: texts("faster", 1), poll_s=0.2)
+        run.process.send_signal(signal.SIGTERM)
+        run.process.wait(100)
+    found, last = texts("checkpoint", None), max(saved.glob("checkpoint-*")).name
+    assert len({*found}) == len(found) > 1
+    assert found[-1].startswith(f"saved/{last}: epoch ")
+    assert not texts("error", 0) + texts("error", 1)  # the stop was asked for

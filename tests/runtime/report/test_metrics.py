@@ -9,7 +9,6 @@ import pytest
 import torch.nn.functional as F
 
 import elche
-from elche.errors import ConfigError
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -89,55 +88,3 @@ def test_means_are_over_all_samples(ranks2: RankPool, policy: str) -> None:
         assert sum(each.synchronisations for each in mine) == epoch.synchronisations
         weighted = sum(each.scalars["index"] * each.samples for each in mine)
         assert weighted / SAMPLES == pytest.approx((SAMPLES - 1) / 2, rel=1e-9)
-
-
-@dataclass
-class Part:
-    """What was told of an epoch that was left early."""
-
-    metrics: elche.monitor.EpochMetrics
-    windows: list[elche.monitor.WindowMetrics]
-    progress_samples: float
-
-
-def _ask_after_break(policy: str, last: int) -> Part:
-    """Breaks out of an epoch after so many batches, and asks what it brought."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
-    for number, (x, y, _, _) in enumerate(loader):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        elche.log_scalar("number", number)
-        if number + 1 == last:
-            break
-    metrics = elche.epoch_metrics()
-    assert elche.epoch_metrics(epoch=0, timeout_s=60.0) == metrics
-    with pytest.raises(ConfigError, match=r"epoch 1 are not there yet"):
-        elche.epoch_metrics(epoch=1)
-    part = Part(metrics, elche.metrics(), elche.progress_samples())
-    elche.shutdown()
-    return part
-
-
-@pytest.mark.parametrize(
-    ("policy", "last"),
-    [("sync", 1), ("sync", 3), ("sync", 8), ("cadence", 2), ("async", 2)],
-)
-def test_a_broken_epoch_is_told_as_far_as_it_went(
-    ranks2: RankPool, policy: str, last: int
-) -> None:
-    first, second = ranks2.run(
-        _ask_after_break, policy, last, case_setup=serve_in_thread
-    )
-    metrics = first.metrics
-    assert metrics == second.metrics
-    assert metrics.samples == first.progress_samples == second.progress_samples
-    assert sum(each.samples for each in first.windows) == metrics.samples
-    told = sum(each.synchronisations for each in first.windows)
-    assert told == metrics.synchronisations
-    if policy == "sync":
-        assert (metrics.samples, metrics.synchronisations) == (8 * last, last)
-        assert metrics.scalars == {"number": pytest.approx((last - 1) / 2)}
-    else:
-        assert 8 <= metrics.samples <= 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch.nn.functional as F
 
 import elche
 from elche.coordination.protocol.instructions import PolicyChosen
@@ -17,7 +16,7 @@ from elche.runtime.report.run_summary import (
     summarise,
 )
 from elche.session.process import current_run
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, build, take_step
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 
@@ -33,9 +32,7 @@ def _summaries() -> list[RunSummary]:
         found.append(elche.summary())
         if not options:
             for x, y, *_ in loader:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x, y)
             found.append(elche.summary())
         elche.shutdown()
     assert current_run() is None

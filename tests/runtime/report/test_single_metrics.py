@@ -9,6 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.single import SingleRun
 from elche.runtime.training import Training
 from tests.harness.settings import nested
+from tests.runtime.report.test_notifications import epoch_of
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -52,29 +55,12 @@ def single_run(loader: DataLoader[Any]) -> SingleRun:
     return SingleRun(training, torch.device("cpu"), window_s=0.0)
 
 
-class Source:
-    """A run of which nothing is known but its metrics."""
-
-    def __init__(self, epochs: int = 0) -> None:
-        self.notifications = RunNotifications(0)
-        self.current_samples = 1
-        self.current_weight = 1.0
-        for number in range(epochs):
-            self.notifications.add(epoch(number))
-
-
-def epoch(number: int) -> EpochMetrics:
-    return EpochMetrics(
-        epoch=number,
-        synchronisations=1,
-        duration_s=1.0,
-        rank_samples=(1,),
-        discarded_samples=(0,),
-        busy_s=(0.0,),
-        data_wait_s=(0.0,),
-        transfer_s=(0.0,),
-        sync_wait_s=(0.0,),
-    )
+def source_of(*epochs: int) -> Any:
+    """A run of which nothing is known but the metrics of these epochs."""
+    source = SimpleNamespace(notifications=RunNotifications(0))
+    for number in epochs:
+        source.notifications.add(replace(epoch_of((1,), (0.0,)), epoch=number))
+    return source
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -273,7 +259,7 @@ def test_another_thread_waits_for_an_epoch() -> None:
 def test_a_wait_ends_with_the_run_or_at_its_deadline(
     number: int | None, timeout_s: float | None, kind: type[Exception], says: str
 ) -> None:
-    view = MetricsView(Source(epochs=0 if number is None else 1))
+    view = MetricsView(source_of(*[0] * (number is not None)))
     failures: list[str] = []
 
     def watch() -> None:
@@ -290,11 +276,8 @@ def test_a_wait_ends_with_the_run_or_at_its_deadline(
 
 
 def test_a_forgotten_epoch() -> None:
-    source = Source(epochs=5)
-    source.notifications.epoch_metrics.popleft()
-    source.notifications.epoch_metrics.popleft()
     with pytest.raises(ConfigError, match=r"epoch 1 are forgotten; kept .* 2 to 4"):
-        MetricsView(source).epoch(1, None)
+        MetricsView(source_of(2, 3, 4)).epoch(1, None)
 
 
 def test_metrics_outlive_the_run_but_the_model_does_not() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,11 +58,8 @@ class BrokenWriter:
 
 
 @pytest.fixture(autouse=True)
-def no_trackers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
+def no_trackers(plain_environment: None) -> Iterator[None]:
     yield
-    elche.shutdown()
     elche.log_to(None)
 
 
@@ -152,38 +148,3 @@ def test_rank_0_alone_logs_for_all_ranks(ranks2: RankPool) -> None:
         for values in windows:
             shares = values["elche/share/0"] + values["elche/share/1"]
             assert shares in (0.0, pytest.approx(1.0))
-
-
-def _logged_after_a_resume(folder: str) -> list[int]:
-    """Steps at which a resumed run of two epochs of 400 steps is logged.
-
-    It goes on inside the first one, if not all steps were granted when it was saved.
-    """
-    writer = LogWriter()
-    for is_resumed in (False, True):
-        elche.log_to(writer if is_resumed else None)
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        loader: Any = DataLoader(TensorDataset(torch.ones(1600, 1)), batch_size=4)
-        model, optimizer, loader = elche.setup(model, optimizer, loader)
-        assert elche.resume(folder) == is_resumed
-        for epoch in elche.epochs(2):
-            for number, (x,) in enumerate(loader):
-                model(x).mean().backward()
-                optimizer.step()
-                if not is_resumed and (epoch, number) == (0, 5):
-                    elche.save(folder)
-        elche.shutdown()
-    return [step for _, step in writer.logged]
-
-
-@pytest.mark.distributed
-def test_a_resumed_run_is_logged_on_from_its_step(
-    ranks2: RankPool, tmp_path: Path
-) -> None:
-    steps, _ = ranks2.run(
-        _logged_after_a_resume, str(tmp_path), case_setup=serve_in_thread
-    )
-    assert steps == sorted(steps)
-    assert steps[0] > 5
-    assert steps[-1] == 800

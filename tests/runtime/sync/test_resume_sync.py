@@ -1,16 +1,20 @@
-"""After one rank has trained alone: who may go on in step, and from what."""
+"""Steps of one rank, and after one has trained alone: who may go on, and from what."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import elche
+from elche.coordination.protocol.instructions import LeaveOut
 from elche.errors import ConfigError
 from elche.runtime.sync.resume_sync import broadcast_from, rates
+from elche.runtime.sync.step_account import Step
+from elche.runtime.sync.step_groups import StepGroups
 from tests.comm.thread_group import on_ranks
 
 
@@ -104,8 +108,9 @@ def _counts_taken_over(group: Any, steps: int) -> list[dict[str, Any]]:
 
 def test_plain_numbers_in_the_state_are_the_ones_of_who_trained() -> None:
     expected = {"steps": 3, "scale": 0.125, "name": "x", "nothing": None}
-    for found in on_ranks(2, _counts_taken_over, [1, 3]):
-        assert found == [expected, expected]
+    for steps in (0, 1):
+        for found in on_ranks(2, _counts_taken_over, [steps, 3]):
+            assert found == [expected, expected]
 
 
 def test_state_that_a_rank_has_not_is_made() -> None:
@@ -113,8 +118,6 @@ def test_state_that_a_rank_has_not_is_made() -> None:
     for _, state, _ in found:
         assert len(state) == 4 * 3  # AdamW's of four parameters
         assert all(map(torch.equal, state, found[1][1]))
-    (first, *_), (second, *_) = on_ranks(2, _counts_taken_over, [0, 3])
-    assert first == second == {"steps": 3, "scale": 0.125, "name": "x", "nothing": None}
 
 
 class Keeping(Counting):
@@ -177,3 +180,23 @@ def _own_parameter(group: Any, value: float) -> list[float]:
 
 def test_parameters_may_be_of_a_class_of_their_own() -> None:
     assert on_ranks(2, _own_parameter, [1.0, 2.0]) == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize(("number", "part"), [(2, 0.0), (3, 0.5), (4, 0.5)])
+def test_a_rank_is_missing_after_the_last_pass_that_it_has_come_to(
+    number: int, part: float
+) -> None:
+    lost = Step(7, 3, (3, 4, 1, 0)).lost(number, gone={1: 2})
+    assert lost.samples == part
+    assert lost.ranks == pytest.approx(part * 2 / 3)
+
+
+def test_ranks_that_were_left_out_are_met_again_after_a_death() -> None:
+    worker = Mock(place=1, members=[0, 1, 2])
+    groups = StepGroups(worker, *(Mock() for _ in range(5)))
+    groups.exclude(LeaveOut(rank=1, epoch=0, left_out=(2,), reason=""))
+    groups.is_apart = True
+    with pytest.raises(ConfigError, match=r"ranks \[2\] are excluded from steps"):
+        groups.meet("elche.any")
+    groups.take_back(rebuilds=False)
+    groups.meet("elche.any")

@@ -132,15 +132,6 @@ def test_rates_move_with_progress_and_never_back() -> None:
     assert scheduler.last_epoch == BATCHES - 1
 
 
-@pytest.mark.parametrize("every", [1, 3, 4])
-def test_accumulation_makes_units_of_several_batches(every: int) -> None:
-    scheduler = torchs.StepLR(optimizer_of(), 1)
-    schedulers = followed(scheduler)
-    for epoch in range(2):
-        run_windows(schedulers, 20, every=every)
-        assert scheduler.last_epoch == (epoch + 1) * (BATCHES // every)
-
-
 def test_a_rank_without_work_follows_what_others_have_shown() -> None:
     scheduler = torchs.StepLR(optimizer_of(), 1)
     schedulers = followed(scheduler)

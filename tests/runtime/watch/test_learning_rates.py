@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 import elche
 from elche.errors import ConfigError
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.session.process import current_run
-from tests.distributed.cases.tasks import Task, build
+from tests.distributed.cases.tasks import Task, begin, build, take_step
 from tests.harness.choices import wanted as wanted
 from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
@@ -38,10 +37,7 @@ def _warnings(task: Task, schedule: str) -> list[str]:
 
 
 def _scheduled(task: Task, schedule: str) -> None:
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
+    model, optimizer, loader = begin(task, **task.options)
     if "by hand" not in schedule:
         torchs = lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if schedule == "progress":
@@ -50,9 +46,7 @@ def _scheduled(task: Task, schedule: str) -> None:
         for number, (x, y, _, _) in enumerate(loader):
             if schedule == "progress":
                 ours.step()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             if schedule == "batch":
                 torchs.step()
             if schedule == "by hand":
@@ -134,9 +128,7 @@ def _schedules(options: dict[str, Any] | None) -> Schedules:
     for epoch in range(EPOCHS):
         for number, (x, y, *_) in enumerate(loader):
             found.rates.append(one_cycle.get_last_lr()[0])
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
             second.step()
             one_cycle.step()
             if (number + 1) % EVERY == 0:

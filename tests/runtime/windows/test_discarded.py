@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import elche
 from elche.errors import NonFiniteError
-from tests.distributed.cases.tasks import Task, build, identical
+from tests.distributed.cases.tasks import (
+    Task,
+    begin,
+    identical,
+    state_of,
+    take_step,
+)
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
-from tests.harness.settings import nested
 from tests.runtime.windows.cases.lost_cases import Survived, train_through_bad_samples
 
 pytestmark = pytest.mark.distributed
@@ -119,47 +123,6 @@ def test_a_rank_that_brings_nothing_finite_ends_the_run_and_is_named(
     assert not ranks[0].discarded
 
 
-@pytest.mark.parametrize(("policy", "update"), WAYS)
-def test_such_a_rank_is_left_out_where_the_run_is_to_go_on(
-    ranks2: RankPool, policy: str, update: str
-) -> None:
-    options = {"policy": policy, "update": update, "non_finite": "leave_out"}
-    ranks = run(ranks2, set(), "rank 1 is broken", **options)
-    assert [rank.ended for rank in ranks] == [("", None, ())] * 2
-    metrics = ranks[0].metrics
-    assert metrics is not None
-    assert metrics.rank_samples[1] == metrics.discarded_samples[0] == 0
-    assert metrics.discarded_samples[1] == len(ranks[1].order) > BATCH
-    assert is_finite(ranks[:1])
-    assert identical(models(ranks))
-    lengths = [len(batches_in(line)) for line in ranks[1].discarded]
-    assert set(lengths[1:]) == {1}
-    assert sum(lengths) * BATCH == len(ranks[1].order)
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_windows_without_a_step_clear_nobody(ranks2: RankPool, policy: str) -> None:
-    """Four batches a step: three windows of one batch bring nothing, then NaN."""
-    ranks = run(ranks2, set(), "rank 1 is broken", 4, policy=policy, max_batch_diff=4)
-    for each in ranks:
-        said, rank, _ = each.ended
-        assert rank == 1
-        assert "twice in a row" in said
-
-
-@pytest.mark.parametrize("loop", ["plain", "zeroes first"])
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_gradient_that_waits_at_a_windows_end_spoils_no_later_step(
-    ranks2: RankPool, policy: str, loop: str
-) -> None:
-    """Four batches a step in windows of two: every step crosses a window's end."""
-    options = {"policy": policy, "anchor": 2, "max_anchor": 2}
-    ranks = run(ranks2, {17, 46}, loop, 4, non_finite="leave_out", **options)
-    assert discarded(ranks)
-    assert is_finite(ranks)
-    assert identical(models(ranks))
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_gradients_that_wait_go_with_the_update_that_is_discarded(
     ranks2: RankPool, policy: str
@@ -190,17 +153,6 @@ def test_a_scaler_that_has_not_stepped_yet_skips_the_first_step(
     assert metrics.scalars["grad_scaler_skips"] > 0
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_second_optimizer_begins_anew_as_the_first_one_does(
-    ranks2: RankPool, policy: str
-) -> None:
-    ranks = run(ranks2, {17}, "two optimizers", policy=policy)
-    assert 17 in discarded(ranks)
-    assert is_finite(ranks)
-    # Who got no batch after the discarded update holds no state.
-    assert any(name.startswith("1 ") for rank in ranks for name in rank.values)
-
-
 @pytest.mark.parametrize("non_finite", ["stop", "leave_out"])
 @pytest.mark.parametrize(
     ("loop", "options"),
@@ -224,10 +176,7 @@ def test_common_parameters_that_are_lost_end_every_run(
 
 def train_on_a_lost_model(task: Task) -> str:
     """The model is lost before an epoch; its batches are not at fault."""
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
+    model, _, loader = begin(task, **task.options)
     for _ in loader:
         pass
     with torch.no_grad():
@@ -257,16 +206,11 @@ def train_on_bad_beginning(task: Task) -> tuple[dict[str, torch.Tensor], int]:
     Returns:
         The model, and how many batches were discarded.
     """
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
+    model, optimizer, loader = begin(task, **task.options)
     for x, y, index, _ in loader:
         x[index < 2 * task.batch_size] = float("nan")
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        take_step(model, optimizer, x, y)
+    state = state_of(model)
     gone = sum(elche.epoch_metrics().discarded_samples) // task.batch_size
     elche.shutdown()
     return state, gone

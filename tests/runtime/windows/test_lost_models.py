@@ -11,7 +11,6 @@ from tests.distributed.cases.tasks import Task, label_sum
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
 from tests.runtime.windows.cases.lost_cases import (
-    train_several_passes,
     train_to_the_end,
 )
 
@@ -53,46 +52,6 @@ def test_the_run_stops_soon_and_names_whose_samples(
         assert len(named) < BATCH
         assert steps < 250
     assert ends[0][:3] == ends[1][:3]
-
-
-def test_gradients_that_wait_over_an_epochs_end_name_their_rank(
-    ranks2: RankPool,
-) -> None:
-    """The epoch's last batch leaves NaN to a step in the next, of all ranks."""
-    task = dataclasses.replace(with_options(), samples=10 * BATCH, epochs=2)
-    ends = ranks2.run(
-        train_to_the_end, task, 9 * BATCH, "accumulates", case_setup=serve_in_thread
-    )
-    for said, rank, batches, steps in ends:
-        assert "parameters have become NaN in epoch 1" in said
-        assert rank == 0  # which has the first samples of a batch
-        assert "rank 0's own, in step 9 of epoch 0, of samples 0 to" in said
-        assert batches == ()
-        assert steps >= 12
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        "one pass, the part that is run first",
-        "one pass, the part that is run last",
-        "two passes through all",
-        "two passes, each through its part",
-    ],
-)
-def test_one_rank_is_named_though_all_see_it_in_the_same_step(
-    ranks2: RankPool, loop: str
-) -> None:
-    """After the first pass gradients are none on all ranks, and the second adds."""
-    ends = ranks2.run(
-        train_several_passes, with_options(), BAD, loop, case_setup=serve_in_thread
-    )
-    at = BAD // BATCH
-    for said, rank, batches, steps in ends:
-        assert f"rank {rank}'s own, in step {at}" in said
-        assert batches == ((at, at + 1),)
-        assert str(BAD) in said.rpartition("samples [")[2]
-        assert steps < 250
 
 
 def test_what_a_scaler_skips_stops_nothing(ranks2: RankPool) -> None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ElcheError
 from elche.session.process import current_run, failing_together
+from tests.distributed.cases.tasks import take_step
 
 SAMPLES, SIZE, EPOCHS, MEAN = 52, 8, 3, 3.0
 
@@ -121,17 +121,6 @@ class Endless(torch.utils.data.Sampler[int]):
         return SAMPLES
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(SAMPLES))
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
 def data() -> TensorDataset:
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1)).double()
     return TensorDataset(x + MEAN, (x[:, 0] > 0).long(), torch.arange(SAMPLES))
@@ -143,8 +132,6 @@ def made(kind: str, workers: int = 0) -> Any:
     if kind == "normalising":
         options["persistent_workers"] = workers > 0
         return Normalising(data(), mean=MEAN, shuffle=True, **options)
-    if kind == "normalising stream":
-        return Normalising(Stream(data()), mean=MEAN, **options)
     if kind == "endless":
         return DataLoader(data(), sampler=Endless(), **options)
     if kind in OWN:
@@ -177,9 +164,7 @@ def _train(model: Any, optimizer: Any, batches: Any, found: Found) -> None:
     found.seen.append([])
     found.sums.append(0.0)
     for x, y, number in batches:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x, y)
         run = current_run()
         if run is None or run.current_samples:
             found.seen[-1] += number.tolist()

@@ -8,29 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import elche
 from elche.session.process import current_run, failing_together
-from tests.distributed.cases.tasks import Numbered, Task, build
+from tests.distributed.cases.tasks import Numbered, Task, build, state_of, take_step
 from tests.harness.logged import logged
 from tests.harness.settings import nested
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of `Numbered`, in order, from a stream that knows its length.
+    """So many samples of `Numbered`, in order, from a stream that knows its length."""
 
-    Args:
-        length: how many.
-        poison: from this number on, a position whose samples are not finite.
-    """
-
-    def __init__(self, length: int, poison: int | None = None) -> None:
+    def __init__(self, length: int) -> None:
         self.samples = Numbered(length)
-        self.poison = poison
-        self.opened: list[int] = []
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -39,12 +31,7 @@ class Stream(IterableDataset[Any]):
         return iter(range(len(self.samples)))
 
     def __iter__(self) -> Iterator[Any]:
-        self.opened.append(elche.rank())
-        for index in self.order():
-            sample = self.samples[index]
-            if index == self.poison:
-                sample = (sample[0] * float("nan"), *sample[1:])
-            yield sample
+        return (self.samples[index] for index in self.order())
 
 
 class Endless(Stream):
@@ -69,21 +56,6 @@ class Shuffled(Stream):
                 buffer.append(left.pop())
 
 
-class Counting(Stream):
-    """Counts its epochs in `__iter__`, and shuffles by their number."""
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
-        return super().__iter__()
-
-    def order(self) -> Iterator[int]:
-        mixed = list(range(len(self.samples)))
-        random.Random(self.epoch).shuffle(mixed)
-        return iter(mixed)
-
-
 class OwnGenerator(Stream):
     """Shuffles with a generator of its own, which nobody has seeded."""
 
@@ -100,56 +72,6 @@ class ByWorker(Stream):
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         return iter(range(first, len(self.samples), step))
-
-
-class ByRank(Stream):
-    """Divides itself among ranks."""
-
-    def order(self) -> Iterator[int]:
-        return iter(range(elche.rank(), len(self.samples), elche.world_size()))
-
-
-class Short(Stream):
-    """Ends before its length."""
-
-    def order(self) -> Iterator[int]:
-        return iter(range(len(self.samples) - 5))
-
-
-class Empty(Stream):
-    """Yields nothing."""
-
-    def order(self) -> Iterator[int]:
-        return iter(())
-
-
-class Broken(Stream):
-    """A sample of it cannot be read, on rank 1."""
-
-    def order(self) -> Iterator[int]:
-        for index in range(len(self.samples)):
-            if index == 20 and elche.rank() == 1:
-                raise OSError("the disk is gone")
-            yield index
-
-
-class Batches(Stream):
-    """Yields whole batches of four."""
-
-    def __len__(self) -> int:
-        return -(-len(self.samples) // 4)
-
-    def __iter__(self) -> Iterator[Any]:
-        for start in range(0, len(self.samples), 4):
-            stop = min(len(self.samples), start + 4)
-            rows = [self.samples[index] for index in range(start, stop)]
-            x, y, index, draw = zip(*rows, strict=True)
-            yield (
-                torch.stack(x),
-                torch.stack(y),
-                torch.tensor(index),
-                torch.tensor(draw),
-            )
 
 
 def divide_by_worker(worker: int) -> None:
@@ -170,9 +92,7 @@ class StreamTask:
     samples: int = 100
     batch_size: int | None = 8
     epochs: int = 2
-    poison: int | None = None
     num_workers: int = 0
-    persistent_workers: bool = False
     divides: bool = False
     samples_per_epoch: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -197,10 +117,9 @@ def streamed(task: StreamTask) -> Streamed:
 
 def _streamed(task: StreamTask) -> Streamed:
     model, optimizer, _ = build(Task(samples=task.samples))
-    stream = task.stream(task.samples, task.poison)
+    stream = task.stream(task.samples)
     workers: dict[str, Any] = {"num_workers": task.num_workers}
-    if task.num_workers:
-        workers["persistent_workers"] = task.persistent_workers
+    workers["persistent_workers"] = task.num_workers > 0
     if task.divides:  # where workers begin with a copy of what this process has now
         workers["worker_init_fn"] = divide_by_worker
         workers["multiprocessing_context"] = "spawn"
@@ -216,13 +135,7 @@ def _streamed(task: StreamTask) -> Streamed:
         orders, draws = _train(task, model, optimizer, ours)
         length = len(ours)
         elche.shutdown()
-    return Streamed(
-        orders,
-        draws,
-        {name: value.detach().clone() for name, value in model.state_dict().items()},
-        length,
-        lines,
-    )
+    return Streamed(orders, draws, state_of(model), length, lines)
 
 
 def _train(
@@ -238,8 +151,6 @@ def _train(
                 order += index.tolist()
                 for number, value in zip(index.tolist(), draw.tolist(), strict=True):
                     draws[epoch, number] = value
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x, y)
         orders.append(order)
     return orders, draws

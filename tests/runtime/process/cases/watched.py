@@ -1,9 +1,7 @@
-"""A user's script that is watched: `python watched.py raises|killed|ends`."""
+"""A user's script that is watched: `python watched.py raises|ends`."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
 import elche
@@ -15,11 +13,8 @@ def _train(how: str) -> None:
     for number, (x,) in enumerate(loader):
         if number in (10, 15, 20):
             print(f"rank {elche.rank()} printed [line] {number // 5 - 1}")
-        if number == 35 and elche.rank() == 1:
-            if how == "raises":
-                raise RuntimeError("as asked")
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+        if (number, elche.rank(), how) == (35, 1, "raises"):
+            raise RuntimeError("as asked")
         take_step(model, optimizer, x)
 
 

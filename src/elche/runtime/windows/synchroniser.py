@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.optimizer_state import Optimizers
 from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.averaging.window_sync import WindowSync
 from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_hooks import ParameterWatch
@@ -31,8 +32,6 @@ from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.sync.delayed_steps import DelayedSteps
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
-from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +155,9 @@ class Synchroniser:
         warn_of_codec(group, config.codec)
         form = OverlappedAverager if config.policy == "async" else ParameterAverager
         outer = config.windows.outer
+        own_factor = None
+        if self._is_weighed or is_sum:
+            own_factor = GradientFactor(parameters)
         averager = form(
             parameters,
             self._model,
@@ -163,15 +165,13 @@ class Synchroniser:
             group,
             codec=config.codec,
             momentum=None if outer.optimizer == "average" else outer.momentum,
+            own_factor=own_factor,
+            is_sum=is_sum,
         )
         averager.build()
-        own_factor = None
-        if self._is_weighed or is_sum:
-            own_factor = GradientFactor(parameters)
+        if own_factor is not None:
             own_factor.attach()
-        kind = OverlappedSync if config.policy == "async" else ParameterSync
-        local = self._model, self._optimizers, own_factor
-        return kind(averager, *local, is_sum=is_sum)
+        return averager
 
     def build_alone(self, policy: str) -> None:
         """Builds the others' reducers on a rank that is to join."""

@@ -231,6 +231,4 @@ def _average(model: Cached, averager: Any, group: Group, length: int) -> None:
         model(own + torch.randn(6, FEATURES, generator=generator))
     buffers = _all_changed(group, averager.changed_buffers())
     count = group.world_size
-    averager.synchronise(
-        plan(weight=1 / count, active_ranks=count, buffers=tuple(buffers))
-    )
+    averager.reduce(plan(weight=1 / count, active_ranks=count, buffers=tuple(buffers)))

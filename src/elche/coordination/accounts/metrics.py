@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from elche.coordination.accounts.exact_mean import WeightedMean
-from elche.coordination.protocol.messages import Scalars
+from elche.coordination.protocol.messages import Scalars, Work
 from elche.errors import ProtocolError
 
 WINDOWS_KEPT = EPOCHS_KEPT = 1000
@@ -28,16 +28,13 @@ _COUNTED = ("samples", "discarded_samples", "late_batches", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class RankReport(Work):
     """One rank's work in part of a window; reports of one window are added up.
 
+    Negative ``samples`` correct earlier ones that were discarded.
+
     Attributes:
-        rank: the reporting rank.
-        samples: samples trained on; negative corrects earlier ones that were discarded.
         discarded_samples: samples trained on but in no model; see `Metrics`.
-        busy_s: delivered time: waiting for data, transfer and compute.
-        data_wait_s: part of ``busy_s`` spent waiting for data.
-        transfer_s: part of ``busy_s`` spent moving batches to the device.
         sync_wait_s: time in synchronisations: waiting for other ranks and reducing.
         late_batches: batches of the next window run before the average was adopted.
         divergence: distance from the consensus over its norm, None if not measured.
@@ -46,12 +43,7 @@ class RankReport:
             weighted sum is not finite, the entry counts as ``weight`` excluded values.
     """
 
-    rank: int
-    samples: int = 0
     discarded_samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    transfer_s: float = 0.0
     sync_wait_s: float = 0.0
     late_batches: int = 0
     divergence: float | None = None

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import elche
 from elche.runtime.watch import model_copies
 from tests.distributed.cases.tasks import Task, build
-from tests.harness.logged import logged
 from tests.harness.settings import nested
 
 DECAY = 0.9
@@ -110,28 +109,3 @@ def keep_copies(task: Task) -> Kept:
 def _state(module: nn.Module) -> State:
     state: dict[str, Any] = module.state_dict()
     return {name: value.detach().clone() for name, value in state.items()}
-
-
-def said_of_copies(task: Task, kind: str) -> list[str]:
-    """Lines about a copy that the loop writes by itself, kept in this way."""
-    model, optimizer, loader = build(task)
-    other, source = copy.deepcopy(model), [*model.parameters()]
-    plain = tuple(each.detach().clone() for each in source)
-    named = dict(zip(dict(model.named_parameters()), plain, strict=True))
-    held = {"dict": named, "list": [*plain]}.get(kind, other)
-    given = [other] if kind == "handed over" else []
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, copies=given, **nested(task.options)
-    )
-    mine = [*other.parameters()] if held is other else plain
-    with logged(model_copies.__name__) as lines:
-        for _ in range(task.epochs):
-            for x, y, *_ in loader:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                for one, new in zip(mine, source, strict=True):
-                    if kind != "frozen":
-                        one.detach().lerp_(new.detach(), 1.0 - DECAY)
-        elche.shutdown()
-    return [line for line in lines if "does not know" in line]

@@ -7,6 +7,7 @@ thread of each rank reads; the system closes it however the launcher ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
@@ -61,13 +62,12 @@ def ignore_signals() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def is_running(pid: int) -> bool:
-    """Returns True if a process of this host exists and is not stopped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
-    except OSError:
-        return False
-    return state not in b"TtXZ"
+def process_state(pid: int) -> str:
+    """Returns the state letter of a process of this host in /proc; "" if it is gone."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return stat.rpartition(") ")[2][:1]
+    return ""
 
 
 def write_whole_lines() -> None:

@@ -283,7 +283,7 @@ class CoordinatorServer:
         """Ranks that are silent for too long and whose processes are stopped."""
         stopped = []
         for rank in self._liveness.tick():
-            if process_state(self._pids[rank]) not in ("", *"TtXZ"):
+            if process_state(self._pids[rank]) not in ("", *"?TtXZ"):
                 self._liveness.runs(rank)
                 continue
             stopped.append(rank)

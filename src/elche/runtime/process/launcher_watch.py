@@ -7,7 +7,6 @@ thread of each rank reads; the system closes it however the launcher ends.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import os
@@ -63,11 +62,14 @@ def ignore_signals() -> None:
 
 
 def process_state(pid: int) -> str:
-    """Returns the state letter of a process of this host in /proc; "" if it is gone."""
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return stat.rpartition(") ")[2][:1]
-    return ""
+    """Returns a process's state letter in /proc; "" if it is gone, "?" if unknown."""
+    try:
+        found = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    except OSError:
+        return "?"
+    return found.rpartition(") ")[2][:1]
 
 
 def write_whole_lines() -> None:

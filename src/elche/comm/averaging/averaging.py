@@ -13,7 +13,7 @@ parameters, one more on the host and one on the device.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import nn
 from typing_extensions import override
 
 from elche.comm.averaging.averager_state import VERSION, blank, check_alike, misfit_of
-from elche.comm.averaging.optimizer_state import Optimizers, forget_state
 from elche.comm.averaging.outer import ConsensusSums, OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.averaging.window_sync import SyncResult, WindowSync
@@ -33,6 +32,8 @@ from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
 
 WHAT = "averaging parameters"
+Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
+"""Returns the optimizers that step the model now; a loop may add some later."""
 
 
 class Averager(WindowSync):
@@ -362,3 +363,23 @@ class ParameterAverager(Averager):
             group.replace(rule, consensus)
         self._end(is_own=self._codec == "fp32" and rule.is_own(plan.weight))
         return consensus.result(plan.weight)
+
+
+@torch.no_grad()
+def forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Resets an optimizer to the state before its first step.
+
+    Adagrad creates its state in the constructor and cannot step without it, so its sums
+    are reset to their initial values.
+    """
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    first = optimizer.defaults["initial_accumulator_value"]  # Adagrad ignores groups'
+    for parameter, state in before.items():
+        if not state:  # of an added parameter group: created at its first step
+            continue
+        state["step"].zero_()
+        state["sum"].fill_(complex(first, first) if parameter.is_complex() else first)
+        optimizer.state[parameter] = state

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from elche.comm.averaging.averaging import ParameterAverager
-from elche.comm.averaging.optimizer_state import Optimizers
+from elche.comm.averaging.averaging import Optimizers, ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.window_sync import WindowSync
 from elche.comm.gradients.buckets.bucket_queue import Reduced

@@ -1,17 +1,21 @@
-"""Contents of a checkpoint: captured from a rank of a run, and loaded into one."""
+"""Contents of a checkpoint: captured from a rank of a run, and loaded into one.
+
+`SavedRun` and `SavedContents` are the interfaces of `elche.setup` and of pipelines.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.checkpoint.capture import Captured, random_state, restore_random
 from elche.errors import ConfigError, ElcheError, MismatchError
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.training import RunParts
 from elche.runtime.watch.rate_watch import is_scheduled
 from elche.torch_internals.groups import COMPILED_MODULE as _INNER
@@ -20,14 +24,64 @@ from elche.torch_internals.passes import is_compiled
 if TYPE_CHECKING:
     from elche.checkpoint.state_transfer import ReceivedState
     from elche.checkpoint.store import Checkpoint
-    from elche.pipeline.checkpoints.pipeline_contents import PipelineContents
-    from elche.pipeline.checkpoints.pipeline_state import PipelineState
-    from elche.runtime.run import Run
-    from elche.runtime.single import SingleRun
 
     SavedState: TypeAlias = Checkpoint | ReceivedState
-    SavedRun: TypeAlias = Run | SingleRun | PipelineState
-    SavedContents: TypeAlias = "Contents | PipelineContents"
+
+
+class SavedContents(Protocol):
+    """Interface to the objects whose state a checkpoint holds; see `Contents`."""
+
+    def capture(self, loop: Mapping[str, int]) -> Captured:
+        """Copies all state; a collective call."""
+
+    def load(self, found: Checkpoint) -> dict[str, Any]:
+        """Loads a checkpoint into the objects; returns the shared state."""
+
+
+class SavedRun(Protocol):
+    """Interface of a run to checkpoints; `Run`, `SingleRun` and pipelines have it."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the run."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline (s) of waits for other ranks."""
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """True within an epoch."""
+
+    @property
+    def can_cut(self) -> bool:
+        """True if the current epoch can be interrupted."""
+
+    @property
+    def notifications(self) -> RunNotifications:
+        """Channel of messages to the user."""
+
+    def agree(self, make: Callable[[], str], what: str) -> str:
+        """Broadcasts the text that rank 0 makes; returns it on every rank."""
+
+    def heeds_signals(self, heeds: bool) -> None:
+        """Notifies the launcher whether this rank exits by itself after a signal."""
+
+    def report_saved(self, text: str) -> None:
+        """Reports a complete checkpoint to the coordinator; called by a thread."""
+
+    def check_cut(self) -> None:
+        """Raises if the rest of the epoch is unknown, so no checkpoint can be made."""
+
+    def described(self) -> dict[str, Any]:
+        """Returns progress for the manifest, with samples or steps."""
+
+    def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
+        """Continues from a checkpoint's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from elche.checkpoint.contents import Contents
+from elche.checkpoint.contents import Contents, SavedContents, SavedRun
 from elche.checkpoint.state_transfer import packed, refused, send, unpacked
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
@@ -33,9 +33,6 @@ from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import Pauses
-
-if TYPE_CHECKING:
-    from elche.checkpoint.contents import SavedContents, SavedRun
 
 logger = logging.getLogger(__name__)
 

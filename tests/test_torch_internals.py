@@ -35,7 +35,6 @@ ELSEWHERE = {
     },
     "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "pipeline/setup/meta_tensors.py": {"_init_weights"},  # of transformers
-    "ray/supervisor.py": {"_private"},  # of ray
     "runtime/watch/model_sums.py": {"_replace"},  # of NamedTuple
     "runtime/data/own_iteration.py": {
         "_get_iterator",

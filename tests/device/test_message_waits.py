@@ -200,13 +200,13 @@ def averaged(kind: Any, devices: list[str]) -> list[dict[str, torch.Tensor]]:
             plan = plan_for(rank, (1, 2), window)
             if kind is ParameterAverager:
                 close(group)
-                averager.synchronise(plan)
+                averager.reduce(plan)
                 continue
             averager.snapshot(rank + 1.0)
             train(model, rank, window + 10)
             averager.begin(plan)
             train(model, rank, window + 20)
-            averager.adopt(plan)
+            averager.finish(plan)
         return {name: value.cpu() for name, value in copied(model).items()}
 
     return on_ranks(2, run, [Net().to(each) for each in devices])

@@ -90,7 +90,7 @@ def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
         messages = [held._window._message]
     else:
         is_sync = options["policy"] == "sync"
-        parts = held.buckets if is_sync else held._averager._groups
+        parts = held.buckets if is_sync else held._groups
         messages = [part.exchange for part in parts]
     numel = sum(message.contribution(0).numel() for message in messages)
     elche.shutdown()

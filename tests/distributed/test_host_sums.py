@@ -56,8 +56,8 @@ def by_hosts(task: Task) -> tuple[Trace, set[str]]:
             kinds.update(type(bucket.exchange).__name__ for bucket in buckets)
         else:
             windows: Any = sync.windows
-            if hasattr(windows, "_averager"):
-                sums = [each.exchange for each in windows._averager._groups]
+            if hasattr(windows, "_groups"):
+                sums = [each.exchange for each in windows._groups]
             else:
                 sums = [windows._window._message]
             kinds.update(type(each).__name__ for each in sums)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from elche.comm.control.addresses import listen
-from elche.comm.control.key_file import KEY_BYTES
+from elche.comm.control.frames import KEY_BYTES
 from elche.runtime.process import coordinator
 from elche.runtime.process.launchers import LaunchFacts, rank_environment
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from elche.runtime.process.launcher_watch import process_state
+
 MOST_S = 150.0
 
 
@@ -22,3 +24,8 @@ def until(
     while not condition():
         assert time.monotonic() < deadline_s, f"did not come to hold in {most_s:g} s"
         time.sleep(poll_s)
+
+
+def is_running(pid: int) -> bool:
+    """True if a process of this host exists and is not stopped."""
+    return process_state(pid) not in ("", *"?TtXZ")

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import RankLost
-from elche.monitor.speed_watch import FACTOR, KNOWN, LASTING, SpeedWatch
+from elche.monitor.event_records import (
+    FACTOR,
+    KNOWN,
+    LASTING,
+    SpeedWatch,
+)
 from tests.monitor.test_run_history import begin, join, names, recorded, report
 
 RANDOMS = st.randoms(use_true_random=False)

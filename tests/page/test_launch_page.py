@@ -14,8 +14,7 @@ import pytest
 from benchmarks.page_clients import run_with_page, stopped_clients, windows
 from elche.errors import ConfigError
 from elche.monitor.page import beside
-from elche.runtime.process.launcher_watch import is_running
-from tests.harness.waiting import until
+from tests.harness.waiting import is_running, until
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 

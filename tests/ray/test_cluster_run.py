@@ -22,8 +22,8 @@ import ray
 
 import elche.ray
 from elche.errors import ConfigError, RemoteRankError
-from elche.runtime.process.launcher_watch import is_running
 from tests.distributed.cases.tasks import Task, difference, plain, shared
+from tests.harness.waiting import is_running
 from tests.ray.cases.counted import SAMPLES, count
 from tests.ray.conftest import NODE, own_processes
 
@@ -233,6 +233,7 @@ DRIVER = """
 import sys
 import ray
 import elche.ray
+from tests.harness.waiting import is_running
 from tests.ray.cases.counted import count
 
 _, address, folder, checkpoints, *kinds = sys.argv

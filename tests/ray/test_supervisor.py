@@ -17,10 +17,10 @@ import pytest
 
 import elche.ray
 from elche.errors import CommunicationError
-from elche.ray import ray_ranks, supervisor
+from elche.ray import ray_ranks, running
 from elche.ray.rank_specs import Job
 from elche.ray.ray_ranks import RayProcess, RayRanks
-from elche.ray.supervisor import Supervisor
+from elche.ray.running import Supervisor
 from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.restarts import RestartConfig
 
@@ -92,13 +92,13 @@ def test_nodes_come_and_go_and_ray_fails(monkeypatch: pytest.MonkeyPatch) -> Non
             return found
         raise found
 
-    monkeypatch.setattr(supervisor, "_fitting", fitting)
-    monkeypatch.setattr(supervisor, "LOOK_S", 0.0)
+    monkeypatch.setattr(running, "_fitting", fitting)
+    monkeypatch.setattr(running, "LOOK_S", 0.0)
     run, there = Mock(join=AsyncMock()), Mock(add=Mock(return_value=7))
     there.move.side_effect = [OSError("away"), None]
     places = {"a": 0}
     with pytest.raises(CommunicationError, match=r"30 times in a row .*gone"):
-        asyncio.run(supervisor._add_nodes(run, there, elche.ray.per_node(), places))
+        asyncio.run(running._add_nodes(run, there, elche.ray.per_node(), places))
     run.join.assert_awaited_once_with(7)
     there.move.assert_called_with(0, elche.ray.per_node().on("c"))
     assert places == {"b": 7, "c": 0}

@@ -88,9 +88,12 @@ def test_a_factor_that_is_no_rate(factor: float) -> None:
     [
         ({"optimizer": 3}, r"expected a torch\.optim\.Optimizer, got 3"),
         ({"fn": 3}, "expected fn to be callable, got 3"),
-        ({"total_samples": 0}, "expected total_samples to be positive, got 0"),
-        ({"scale": 0.0}, r"expected a positive finite scale, got 0\.0"),
-        ({"scale": math.inf}, "expected a positive finite scale, got inf"),
+        (
+            {"total_samples": 0},
+            "total_samples to be a positive finite number, got 0",
+        ),
+        ({"scale": 0.0}, r"expected scale to be a positive finite number, got 0\.0"),
+        ({"scale": math.inf}, "expected scale to be a positive finite number, got inf"),
     ],
 )
 def test_wrong_arguments(change: dict[str, Any], says: str) -> None:

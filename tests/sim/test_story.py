@@ -24,7 +24,7 @@ def test_the_story_of_a_lease_names_who_got_it_and_who_trained_on_it() -> None:
         story = sim.core.lease_story(batch)
         assert len(story) == 2, story
         granted, done = story
-        pattern = r"^\d+\.\d{3} %s %s\(rank=(\d), epoch=0, .*start=(\d+), stop=(\d+)"
+        pattern = r"^\d+\.\d{3} %s %s\(rank=(\d), .*epoch=0, .*start=(\d+), stop=(\d+)"
         first = re.match(pattern % ("->", "GrantBatches"), granted)
         second = re.match(pattern % ("<-", "BatchesDone"), done)
         assert first is not None, granted

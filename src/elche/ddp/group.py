@@ -18,6 +18,7 @@ from elche.comm.transport.device_group import DeviceWork
 from elche.comm.transport.process_group import Group, late_error
 from elche.devices.backends import control_device
 from elche.errors import CommunicationError, ConfigError
+from elche.runtime.process.launcher_watch import process_state
 from elche.torch_internals.groups import group_timeout_s
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -55,7 +56,7 @@ class TorchGroup(Group):
 
     def _check(self) -> None:
         for rank, pid in enumerate(self.pids):
-            if _has_ended(pid):
+            if process_state(pid) in ("", "Z", "X"):
                 raise CommunicationError(f"rank {rank} is gone: its process has ended")
 
     @override
@@ -140,14 +141,3 @@ def as_group(process_group: Any, timeout_s: float | None) -> TorchGroup:
     return TorchGroup(
         process_group, timeout_s or group_timeout_s(process_group) or DEFAULT_TIMEOUT_S
     )
-
-
-def _has_ended(pid: int) -> bool:
-    """True if a process of this host has exited, or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False

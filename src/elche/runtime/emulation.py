@@ -15,7 +15,6 @@ report a dishonest emulation.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from elche.config_checks import check_not_negative, check_positive
 from elche.errors import ConfigError
 from elche.torch_internals.batches import tree_leaves
 from elche.torch_internals.held import disable_dynamo
@@ -59,16 +59,8 @@ class EmulationConfig:
 
     def __post_init__(self) -> None:
         for name in ("speed", "ms_per_sample"):
-            if not (_is_finite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(
-                    f"{name} of an emulated device must be a positive finite number,"
-                    f" got {getattr(self, name)!r}; write for example --speeds 1,0.25"
-                )
-        if not (_is_finite(self.fixed_ms) and self.fixed_ms >= 0):
-            raise ConfigError(
-                "fixed_ms of an emulated device must be a finite number of at least 0,"
-                f" got {self.fixed_ms!r}"
-            )
+            check_positive(f"{name} of an emulated device", getattr(self, name))
+        check_not_negative("fixed_ms of an emulated device", self.fixed_ms)
 
     def pass_s(self, samples: int) -> float:
         """Seconds that ``samples`` take together, forward and backward."""
@@ -232,11 +224,6 @@ class _BackwardPass:
     @property
     def duration_s(self) -> float:
         return (1 - FORWARD_FRACTION) * self.passes_s
-
-
-def _is_finite(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _tensor_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import DataLoader
 
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -94,8 +95,7 @@ class RunLoader(_Base):
         Raises:
             ConfigError: ``n`` is no number of steps.
         """
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise ConfigError(f"expected a number of steps from 0 on, got {n!r}")
+        check_whole("the number of steps", n, 0)
         return self._steps(n)
 
     def _steps(self, n: int) -> Iterator[Any]:

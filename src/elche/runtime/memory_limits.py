@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from elche.cadence.balancer import Balancer
+from elche.comm.averaging.window_sync import WindowSync
 from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.local_batches import check_local_batches, local_cut
 from elche.devices.memory import is_out_of_memory
@@ -12,7 +13,6 @@ from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
 from elche.runtime.training import Training
 from elche.runtime.windows.synchroniser import Synchroniser
-from elche.runtime.windows.window_sync import WindowSync
 
 
 @final

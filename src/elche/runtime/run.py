@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.comm.averaging.averager_state import is_of_gradients
+from elche.comm.averaging.window_sync import refuse_state
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.coordination.accounts.local_batches import local_cut
@@ -39,7 +40,6 @@ from elche.runtime.user_collectives import UserCollectives
 from elche.runtime.watch.followed_schedulers import mean_of
 from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.windows.synchroniser import Synchroniser
-from elche.runtime.windows.window_sync import refuse_state
 
 logger = logging.getLogger(__name__)
 HELD = (

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
-from elche.errors import ConfigError, ProtocolError
+from elche.config_checks import check_whole
+from elche.errors import ProtocolError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.process.stop_signals import StopRequest
 from elche.runtime.watch.followed_schedulers import check_scheduler
@@ -131,8 +132,8 @@ class SetupConfig(TrainingOptions):
     def __post_init__(self) -> None:
         for scheduler in self.schedulers:
             check_scheduler(scheduler)
-        if self.epochs is not None and self.epochs < 1:
-            raise ConfigError(f"expected epochs of at least 1, got {self.epochs!r}")
+        if self.epochs is not None:
+            check_whole("epochs", self.epochs, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.config_checks import check_not_negative, check_whole
+from elche.config_checks import check_not_negative, check_positive, check_whole
 from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -175,12 +175,8 @@ class ProgressLR:
             raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
         if not callable(fn):
             raise ConfigError(f"expected fn to be callable, got {fn!r}")
-        if not total_samples > 0:
-            raise ConfigError(
-                f"expected total_samples to be positive, got {total_samples!r}"
-            )
-        if not 0.0 < scale < math.inf:
-            raise ConfigError(f"expected a positive finite scale, got {scale!r}")
+        check_positive("total_samples", total_samples)
+        check_positive("scale", scale)
         self._optimizer = optimizer
         self._fn = fn
         self._total_samples = total_samples

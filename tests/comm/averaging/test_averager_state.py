@@ -53,9 +53,9 @@ def test_a_state_is_that_of_a_synchronisation(
             with pytest.raises(ProtocolError, match="called when a drift has been"):
                 call()
         averager.begin(reduction)
-        averager.adopt(reduction, drained=True)
+        averager.finish(reduction, is_drained=True)
     else:
-        averager.synchronise(reduction)
+        averager.reduce(reduction)
     after = averager.state_dict()
     assert before["groups"][0]["momentum"] is None
     assert after["groups"][0]["momentum"][:2].tolist() == [-1.0, -1.0]
@@ -105,9 +105,9 @@ def test_a_residual_is_sent_where_there_is_no_codec_any_more() -> None:
     held = averager.state_dict()["groups"][0]["residual"]
     assert held.tolist() == [1.0] * 3
     before = parameter.detach().clone()
-    averager.synchronise(plan(weight=0.0, active_ranks=0))  # nothing of it is sent
+    averager.reduce(plan(weight=0.0, active_ranks=0))  # nothing of it is sent
     assert averager.state_dict()["groups"][0]["residual"].tolist() == [1.0] * 3
-    averager.synchronise(plan(weight=1.0, active_ranks=1))
+    averager.reduce(plan(weight=1.0, active_ranks=1))
     assert torch.equal(parameter.detach()[:2], before[:2] - 1.0)
     assert averager.state_dict()["groups"][0]["residual"] is None
 

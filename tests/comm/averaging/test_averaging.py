@@ -151,7 +151,7 @@ def test_windows_end_at_the_weighted_mean(
             before = copied(model)
             close(group)
             reduction = plan_for(group.rank, weights, window, **known.settings())
-            result = averager.synchronise(reduction)
+            result = averager.reduce(reduction)
             found.append((before, copied(model), result.divergence))
         return found
 
@@ -217,7 +217,7 @@ def test_a_late_mean_keeps_the_steps_that_were_taken_meanwhile(
             train(model, group.rank, window + 20, steps=lag - lag // 2)
             averager.poll()
             before = copied(model)
-            averager.adopt(reduction, drained=lags == (0, 0, 0))
+            averager.finish(reduction, is_drained=lags == (0, 0, 0))
             found.append((taken, before, copied(model)))
         return found
 
@@ -252,11 +252,11 @@ def test_a_window_hands_the_model_to_the_transport_once(kind: Any) -> None:
                 plan_for(group.rank, (1, 1), window),
             )
             if kind is ParameterAverager:
-                averager.synchronise(reduction)
+                averager.reduce(reduction)
             else:
                 averager.snapshot(0.5)
                 averager.begin(reduction)
-                averager.adopt(reduction)
+                averager.finish(reduction)
             found.append(group.reduced_bytes - before)
         return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging import parameter_memory
+from elche.comm.averaging import parameter_group
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec import CODECS
 from elche.comm.transport.exchange import Exchange, open_exchange
@@ -34,7 +34,7 @@ def open_wired(
 
 @pytest.fixture(autouse=True)
 def _wired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_memory, "open_coded_exchange", open_wired)
+    monkeypatch.setattr(parameter_group, "open_coded_exchange", open_wired)
 
 
 class Handing:
@@ -145,7 +145,7 @@ def window(ranks: Sequence[Rank], number: int, account: Account) -> None:
     step = begin(ranks, number)
     for rank in ranks:
         assert rank.averager.poll()
-        rank.averager.adopt(step, drained=True)
+        rank.averager.finish(step, is_drained=True)
     account.commit(ranks, before, ranks[0])
     check_equal(ranks)
     account.check(ranks)
@@ -178,7 +178,7 @@ def redo(ranks: Sequence[Rank], before: torch.Tensor, account: Account) -> None:
     connect(ranks)
     again = begin(ranks, 2, attempt=1)
     for rank in ranks:
-        rank.averager.adopt(again, drained=True)
+        rank.averager.finish(again, is_drained=True)
     account.commit(ranks, before, ranks[0])
     check_equal(ranks)
     account.check(ranks)
@@ -213,7 +213,7 @@ def test_an_average_that_nobody_has_is_redone_without_the_dead_ranks_part(
     step = begin(ranks, 2)
     assert not ranks[0].averager.has_sum(step)
     with pytest.raises(CommunicationError, match="averaging parameters"):
-        ranks[1].averager.adopt(step)
+        ranks[1].averager.finish(step)
     bus.shared.wire.late.clear()
     bus.shared.wire.deliver()  # too late
     for rank in ranks[:2]:
@@ -236,7 +236,7 @@ def test_who_lacks_an_average_takes_it_and_sends_nothing_of_it_again(
         ranks[1].train(7)
     since = ranks[1].model[0].detach() - ended
     assert ranks[0].averager.has_sum(step)
-    ranks[0].averager.adopt(step, drained=not keeps)
+    ranks[0].averager.finish(step, is_drained=not keeps)
     assert not ranks[1].averager.has_sum(step)
     ranks[2].exchange.commit()
     account.lost += ranks[2].left_out
@@ -261,7 +261,7 @@ def test_a_rank_that_is_left_alone_takes_what_it_had_left_out() -> None:
     assert bool(ranks[0].left_out.any())
     account.check(ranks[:1])
     step = begin(ranks[:1], 2, attempt=1)
-    ranks[0].averager.adopt(step, drained=True)
+    ranks[0].averager.finish(step, is_drained=True)
     account.commit(ranks[:1], before, ranks[0])
     assert not bool(ranks[0].left_out.any())
     account.check(ranks[:1])
@@ -313,7 +313,7 @@ def test_who_takes_an_average_takes_the_outer_momentum_as_it_is_then() -> None:
     _, ranks, _ = founded("int4")
     close_without_sums_for(ranks[1], ranks)
     step = begin(ranks, 2, outer="nesterov", outer_lr=0.7)
-    ranks[0].averager.adopt(step)
+    ranks[0].averager.finish(step)
     copy_result(ranks[:2], step, keeps=True)
     check_common(ranks[:2])
     connect(ranks[:2])
@@ -321,7 +321,7 @@ def test_who_takes_an_average_takes_the_outer_momentum_as_it_is_then() -> None:
         rank.close(300 + place)
     step = begin(ranks[:2], 3, outer="nesterov", outer_lr=0.7)
     for rank in ranks[:2]:
-        rank.averager.adopt(step, drained=True)
+        rank.averager.finish(step, is_drained=True)
     check_common(ranks[:2])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging.optimizer_state import forget_state
+from elche.comm.averaging.averaging import forget_state
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -45,16 +45,16 @@ Calls = Callable[[OverlappedAverager], object]
     [
         ("", lambda a: a.begin(plan()), r"begin\(\) was called when nothing has been"),
         ("", lambda a: a.poll(), r"poll\(\) was called when nothing has been"),
-        ("", lambda a: a.adopt(plan()), r"adopt\(\) was called when nothing has been"),
-        ("s", lambda a: a.adopt(plan()), r"adopt\(\) was called when a drift has been"),
-        ("0", lambda a: a.adopt(plan()), r"adopt\(\) was called when a snapshot has"),
+        ("", lambda a: a.finish(plan()), r"finish\(\) was called when nothing has"),
+        ("s", lambda a: a.finish(plan()), r"finish\(\) was called when a drift has"),
+        ("0", lambda a: a.finish(plan()), r"finish\(\) was called when a snapshot"),
         ("s", lambda a: a.snapshot(1.0), r"snapshot\(\) was called when a drift has"),
         ("sb", lambda a: a.snapshot(1.0), r"snapshot\(\) was called when a reduction"),
         ("0", lambda a: a.begin(plan()), "has not been sent"),
         ("s", lambda a: a.begin(plan(weight=0.0)), "of weight 0.0 in the plan, has"),
         ("sb", lambda a: a.begin(plan()), r"begin\(\) was called when a reduction"),
         ("sb", lambda a: a.rebase(), r"rebase\(\) was called when a reduction"),
-        ("sb", lambda a: a.adopt(plan(window=3)), "expected to adopt window 0, got 3"),
+        ("sb", lambda a: a.finish(plan(window=3)), "finish window 0, got 3"),
     ],
 )
 def test_calls_out_of_order_are_refused(before: str, call: Calls, says: str) -> None:
@@ -77,7 +77,7 @@ def test_a_window_without_a_reduction_is_forgotten() -> None:
     averager.snapshot(0.0)
     averager.snapshot(1.0)
     averager.begin(plan(weight=1.0, active_ranks=1, outer="nesterov", outer_lr=3.0))
-    averager.adopt(plan(weight=1.0, active_ranks=1, outer="nesterov", outer_lr=3.0))
+    averager.finish(plan(weight=1.0, active_ranks=1, outer="nesterov", outer_lr=3.0))
     # 3 + 3 × (1 + 0.5) × the drift of 1 that came after the rebase.
     assert parameter.tolist() == [7.5, 7.5]
 
@@ -106,7 +106,7 @@ def test_steps_before_and_after_a_failure_are_kept(
             moved(parameter, meanwhile)
             assert not averager.poll()
             with pytest.raises(CommunicationError, match="averaging parameters failed"):
-                averager.adopt(reduction)
+                averager.finish(reduction)
             averager.connect(Bus(1).group(0))
         else:
             moved(parameter, meanwhile)
@@ -114,7 +114,7 @@ def test_steps_before_and_after_a_failure_are_kept(
         moved(parameter, later)
         assert averager.poll()
         total += first + meanwhile + later
-        averager.adopt(reduction)
+        averager.finish(reduction)
         assert parameter.tolist() == pytest.approx([total, total], abs=1e-12)
 
 
@@ -134,7 +134,7 @@ def test_lbfgs_begins_anew_when_a_mean_is_adopted(mean_over: int) -> None:
     averager.snapshot(1.0)
     reduction = plan(weight=1.0, active_ranks=1, mean_over=mean_over)
     averager.begin(reduction)
-    averager.adopt(reduction)
+    averager.finish(reduction)
     assert bool(optimizer.state) == (mean_over == 1)
 
 
@@ -149,7 +149,7 @@ def test_a_drained_rank_holds_the_mean_to_the_bit() -> None:
     for _, averager, _ in ranks:
         averager.begin(reduction)
     for _, averager, _ in ranks:
-        averager.adopt(reduction, drained=True)
+        averager.finish(reduction, is_drained=True)
     assert len({tuple(parameter.tolist()) for parameter, _, _ in ranks}) == 1
 
 
@@ -162,7 +162,7 @@ def test_a_rank_whose_parameters_are_no_numbers_takes_those_of_the_others() -> N
     for (_, averager, _), each in zip(ranks, plans, strict=True):
         averager.begin(each)
     for (parameter, averager, _), each in zip(ranks, plans, strict=True):
-        divergence = averager.adopt(each).divergence
+        divergence = averager.finish(each).divergence
         assert divergence == 0.0 or (each.weight == 0.0 and math.isnan(divergence))
         assert parameter.tolist() == [3.0, 3.0]
 
@@ -192,7 +192,7 @@ def test_weights_keep_their_scale_when_a_group_is_formed_anew() -> None:
     for _, averager, _ in ranks:
         averager.begin(plan(attempt=1))
     for parameter, averager, _ in ranks:
-        averager.adopt(plan(attempt=1), drained=True)
+        averager.finish(plan(attempt=1), is_drained=True)
         assert parameter.tolist() == [7.0, 7.0]
 
 
@@ -206,7 +206,7 @@ def test_a_reduction_may_be_left_to_its_plan() -> None:
     for _, averager, _ in ranks:
         averager.begin(plan())
     for parameter, averager, _ in ranks:
-        averager.adopt(plan(), drained=True)
+        averager.finish(plan(), is_drained=True)
         assert parameter.tolist() == [2.0, 2.0]
 
 
@@ -222,14 +222,14 @@ def test_a_drift_stays_apart_until_all_ranks_have_adopted_the_last_mean() -> Non
         averager.begin(plan())
         if group.rank == 1:
             assert has_closed.wait(timeout=60.0)
-        averager.adopt(plan(), drained=True)
+        averager.finish(plan(), is_drained=True)
         first = parameter.tolist()
         moved(parameter, (10.0, 0.0)[group.rank])
         averager.snapshot(1.0)
-        assert averager.is_sent is bool(group.rank)
+        assert averager._phase.name == ("UNSENT", "SENT")[group.rank]
         has_closed.set()
         averager.begin(plan(window=1))
-        averager.adopt(plan(window=1), drained=True)
+        averager.finish(plan(window=1), is_drained=True)
         averager.connect(group)  # which keeps no adopted drift
         return first, parameter.tolist(), averager.extra_bytes - held
 
@@ -247,5 +247,5 @@ def test_memory_is_counted() -> None:
         averager.snapshot(1.0)
         step = plan(weight=1.0, active_ranks=1, outer=kind)
         averager.begin(step)
-        averager.adopt(step)
+        averager.finish(step)
         assert averager.extra_bytes == 96

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.accounts.exact_mean import WeightedMean
 from elche.coordination.accounts.metrics import (
     EpochMetrics,
     MetricsBook,
     RankReport,
+    WeightedMean,
     WindowMetrics,
 )
 from elche.coordination.policy import EpochTotals

@@ -183,9 +183,9 @@ class LateSum:
         run = current_run()
         assert run is not None
         windows = run._synchroniser.windows
-        for group in getattr(getattr(windows, "_averager", None), "_groups", ()):
+        for group in getattr(windows, "_groups", ()):
             group.exchange.poll()  # as at the end of a batch before this one
-        if self._how == HOLDS and windows._averager.is_summed:  # type: ignore
+        if self._how == HOLDS and windows.is_summed:  # type: ignore
             _sum_of(self._folder, self._rank).touch()
         run.worker._channel.wait_for_values(0.001)
         return bool(run.worker._channel.waiting(Regroup))

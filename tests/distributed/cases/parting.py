@@ -115,4 +115,4 @@ def body_of(parting: Parting, is_apart: bool, trained: Any, model: nn.Module) ->
         run = current_run()
         assert run is not None
         windows: Any = run._synchroniser.windows
-        windows._averager._groups[0]._base_memory[3] += 1e-3
+        windows._groups[0]._base_memory[3] += 1e-3

@@ -29,7 +29,6 @@ from elche.runtime.coordinator_process import kept_coordinator
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.coordinator_process.link import (
     Begin,
-    Command,
     Copy,
     Fence,
     Journal,
@@ -186,13 +185,13 @@ def test_two_words_of_one_death_hold_nobody_up() -> None:
 
     async def read_twice() -> list[object]:
         child = CoordinatorChild(Link(theirs), BEGIN)
-        ours.sendall(pack(Command(RankLost(rank=0))) + pack(Fence(1)))
+        ours.sendall(pack(RankLost(rank=0)) + pack(Fence(1)))
         child._have_fenced(1)  # reads what the loop has seen to be there
         child._receive()
         return [*child._pending]
 
     with ours, theirs:
-        assert asyncio.run(read_twice()) == [Command(RankLost(rank=0))]
+        assert asyncio.run(read_twice()) == [RankLost(rank=0)]
 
 
 def written(begin: Begin, ticks: int) -> list[object]:

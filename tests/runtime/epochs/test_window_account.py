@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.averaging.window_sync import SyncResult
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import (
     BatchesDone,
     Event,
@@ -28,7 +30,6 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.runtime.epochs import window_epoch
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.runtime.windows.parameter_sync import ParameterSync
 from tests.comm.plans import plan
 from tests.comm.thread_group import on_ranks
 from tests.coordination.windows.test_window_loop import reduction
@@ -242,7 +243,11 @@ def test_a_rank_whose_update_is_discarded_begins_anew_from_a_copied_result(
     lacks: bool,
 ) -> None:
     model, optimizers = nn.Linear(1, 1), Mock(return_value=[])
-    sync = ParameterSync(Mock(is_finite=False), model, optimizers, None)
+    group = Group.alone(1.0)
+    sync = ParameterAverager(list(model.parameters()), model, optimizers, group)
+    sync.build()
+    nn.init.constant_(model.weight, math.nan)
     assert not sync.close(begins=False)
-    sync.copy_result(Mock(), 0, plan(), lacks=lacks, keeps=False)
+    sync._buffers.take()
+    sync.copy_result(group, 0, plan(), lacks=lacks, keeps=False)
     assert optimizers.called == lacks

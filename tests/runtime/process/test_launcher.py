@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from elche.comm.transport import torch_store
-from elche.ddp.group import _has_ended
 from elche.runtime.process import rank_processes
 from elche.runtime.process.launch import LaunchedRun, launch
 from elche.runtime.process.launch_config import (
@@ -22,10 +21,10 @@ from elche.runtime.process.launch_config import (
     LaunchResult,
     python_command,
 )
-from elche.runtime.process.launcher_watch import is_running
+from elche.runtime.process.launcher_watch import process_state
 from tests.harness import printing
 from tests.harness.printing import Printing
-from tests.harness.waiting import until
+from tests.harness.waiting import is_running, until
 
 pytestmark = pytest.mark.distributed
 
@@ -57,8 +56,11 @@ def started(
 
 def is_stopped(pid: int) -> bool:
     """Whether a process has been stopped by a signal."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "T"
+    return process_state(pid) == "T"
+
+
+def _is_gone(pid: int) -> bool:
+    return process_state(pid) in ("", "Z", "X")
 
 
 def launched(*arguments: str) -> tuple[LaunchResult, list[tuple[int, str]]]:
@@ -277,7 +279,7 @@ def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> 
         run.process.kill()
         os.kill(pids[2], signal.SIGKILL)
         assert run.end() == -signal.SIGKILL
-        until(lambda: all(map(_has_ended, pids)))
+        until(lambda: all(map(_is_gone, pids)))
 
 
 def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
@@ -294,7 +296,7 @@ def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
             until(lambda: is_stopped(pid))  # noqa: B023 - called here
         run.process.kill()
         run.process.wait()
-        until(lambda: all(map(_has_ended, {*pids, *stopped})))
+        until(lambda: all(map(_is_gone, {*pids, *stopped})))
         ends = r"rank \d ends, since its launcher has ended or was killed\n"
         assert len(re.findall(ends, run.output)) == 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,13 +14,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import elche
+from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.gradients.buckets.bucket_queue import Reduced
+from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.training import Training
 from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.watch.rate_watch import follows_progress
-from elche.runtime.windows.parameter_sync import ParameterSync
 from tests.comm.plans import plan
 
 
@@ -99,8 +99,9 @@ def test_nobody_joins_steps_that_do_not_come_after_every_batch(loop: Loop) -> No
 
 
 def test_a_lost_update_takes_all_optimizers_back(loop: Loop) -> None:
-    lost = Mock(is_finite=False)
-    sync = ParameterSync(lost, loop.model, loop.observer.optimizers, None)
+    parameters, optimizers = list(loop.model.parameters()), loop.observer.optimizers
+    sync = ParameterAverager(parameters, loop.model, optimizers, Group.alone(1.0))
+    sync.build()
     loop.observer.guard.synchroniser = None  # it would refuse what was not reduced
     loop.model(torch.ones(4, 3)).sum().backward()
     for parameter in loop.model[1].parameters():
@@ -108,9 +109,9 @@ def test_a_lost_update_takes_all_optimizers_back(loop: Loop) -> None:
     for each in (loop.first, loop.second):
         each.step()
     assert loop.second.state
-    sync.close(begins=False)
+    assert not sync.close(begins=False)
     assert all(parameter.grad is None for parameter in loop.model.parameters())
-    sync.reduce(plan())
+    sync.reduce(plan(weight=0.0))
     assert not loop.first.state
     assert not loop.second.state
 

@@ -12,17 +12,19 @@ parameters, one more on the host and one on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from elche.comm.averaging.averager_state import VERSION, blank, check_alike, misfit_of
-from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
-from elche.comm.averaging.optimizer_state import Optimizers, forget_state
-from elche.comm.averaging.outer import OuterStep
+from elche.comm.averaging.outer import ConsensusSums, OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.averaging.window_sync import SyncResult, WindowSync
+from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.comm.tensors.flat import all_finite
 from elche.comm.transport.process_group import Group
@@ -30,10 +32,15 @@ from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
 
 WHAT = "averaging parameters"
+Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
+"""Returns the optimizers that step the model now; a loop may add some later."""
 
 
-class Averager:
+class Averager(WindowSync):
     """Parameters and buffers of one model, averaged over the group.
+
+    A non-finite update is discarded: the gradients are dropped, and the optimizers are
+    reset when this rank has adopted the result.
 
     Args:
         parameters: trainable parameters, each once.
@@ -42,9 +49,12 @@ class Averager:
         group: process group of all ranks.
         codec: encoding of messages; see :func:`open_coded_exchange`.
         momentum: momentum of the outer optimizer; None if it has none.
+        own_factor: factor on the gradients of a batch, if the user weighs batches
+            (weight 0 adds none) or losses are sums; else None.
+        is_sum: losses are sums over a batch. A local batch's gradients are scaled by
+            the number of local batches, so that a local step is as long as one
+            device's.
     """
-
-    is_overlapped = False
 
     def __init__(
         self,
@@ -55,7 +65,13 @@ class Averager:
         *,
         codec: str = "fp32",
         momentum: float | None = 0.5,
+        own_factor: GradientFactor | None = None,
+        is_sum: bool = False,
     ) -> None:
+        self._own_factor, self._is_sum = own_factor, is_sum
+        self.weighs_gradients = own_factor is not None
+        self._was_finite, self._is_diverged = True, False
+        self._weight = self._current = 0.0
         self._codec = codec
         self._momentum = momentum
         self._has_given_up = False
@@ -67,6 +83,7 @@ class Averager:
         self._buffers = WindowBuffers(model, group)
 
     @property
+    @override
     def extra_bytes(self) -> int:
         """Host memory (bytes) in addition to the model, including outer momentum."""
         return sum(each.host_bytes(self._momentum) for each in self._groups)
@@ -77,9 +94,43 @@ class Averager:
         return all_finite(self._parameters)
 
     @property
-    def has_moved(self) -> bool:
+    def is_apart(self) -> bool:
         """True if the parameters differ from the common ones; synchronizes."""
         return any(group.has_moved for group in self._groups)
+
+    @override
+    def begin_batch(self, weight: float, parts: float = 1.0) -> None:
+        self._current = weight
+        if self._own_factor is not None:
+            factor = parts if self._is_sum else 1.0
+            self._own_factor.value = factor if weight > 0.0 else 0.0
+
+    @override
+    def batch_done(self) -> None:
+        self._weight += self._current
+        self._current = 0.0
+        if self._own_factor is not None:
+            self._own_factor.value = 1.0
+
+    @override
+    def detach(self) -> None:
+        if self._own_factor is not None:
+            self._own_factor.detach()
+
+    def close(self, *, begins: bool) -> bool:
+        """Ends the window; drops the gradients of a discarded update too."""
+        self.has_moved = not self._is_diverged or self.is_apart
+        self._was_finite = self._take(self._weight, begins=begins)
+        self._weight = 0.0
+        if not self._was_finite:
+            for parameter in self._model.parameters():
+                parameter.grad = None
+        self._is_diverged = not (self._was_finite and self.has_moved)
+        return self._was_finite
+
+    @abstractmethod
+    def _take(self, weight: float, *, begins: bool) -> bool:
+        """Ends a window of this weight; True if all parameters are finite."""
 
     @torch.no_grad()
     def build(self) -> None:
@@ -110,6 +161,7 @@ class Averager:
         is_here = all(group.is_summed for group in self._groups)
         return is_here and self._buffers.is_summed
 
+    @override
     def has_sum(self, plan: Reduce) -> bool:
         """True if all sums of the reduction have arrived; called when leaving a group.
 
@@ -148,11 +200,13 @@ class Averager:
                 parameters.adopt_result(base, momentum, keeps=keeps)
             self._end(is_own=False)
 
+    @override
     def reconnect(self, group: Group) -> None:
         """Calls :meth:`connect`, and merges local buffers, after ranks have changed."""
         self.connect(group)
         self._buffers.join_own()
 
+    @override
     def retire(self) -> None:
         """Flushes sent messages before another averager uses the group.
 
@@ -222,7 +276,7 @@ class Averager:
             ProtocolError: this rank's parameters are not the common ones.
         """
         self._expect_rest("state_dict")
-        if self.has_moved:
+        if self.is_apart:
             raise ProtocolError(
                 "the parameters have changed since the last synchronisation; call "
                 "state_dict() at the end of an epoch"
@@ -259,6 +313,7 @@ class Averager:
         for group, saved in zip(self._groups, state["groups"], strict=True):
             group.load_state_dict(saved)
 
+    @override
     def changed_buffers(self) -> tuple[int, ...]:
         """Returns indices of buffers written since they were last averaged."""
         return self._buffers.changed()
@@ -274,15 +329,18 @@ class Averager:
         self._buffers.apply()
         for optimizer in () if is_own else self._optimizers():
             # LBFGS infers curvature from parameter changes; this jump is no step.
-            if isinstance(optimizer, torch.optim.LBFGS):
+            if not self._was_finite or isinstance(optimizer, torch.optim.LBFGS):
                 forget_state(optimizer)
 
 
 class ParameterAverager(Averager):
     """Averages synchronously (``cadence``)."""
 
+    def _take(self, weight: float, *, begins: bool) -> bool:
+        return self.is_finite
+
     @torch.no_grad()
-    def synchronise(self, plan: Reduce) -> SyncResult:
+    def reduce(self, plan: Reduce) -> SyncResult:
         """Runs a reduction that leaves all ranks equal; a collective call.
 
         Raises:
@@ -294,14 +352,34 @@ class ParameterAverager(Averager):
         for group in self._groups:
             group.send(plan.weight)
         self._buffers.begin(plan)
-        return self.complete(plan)
+        return self.finish(plan)
 
     @torch.no_grad()
-    def complete(self, plan: Reduce) -> SyncResult:
-        """Runs the second half of :meth:`synchronise`: waits and adopts the sums."""
+    def finish(self, plan: Reduce, *, is_drained: bool = False) -> SyncResult:
+        """Runs the second half of :meth:`reduce`: waits and adopts the sums."""
         rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._wait()
         for group in self._groups:
             group.replace(rule, consensus)
         self._end(is_own=self._codec == "fp32" and rule.is_own(plan.weight))
         return consensus.result(plan.weight)
+
+
+@torch.no_grad()
+def forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Resets an optimizer to the state before its first step.
+
+    Adagrad creates its state in the constructor and cannot step without it, so its sums
+    are reset to their initial values.
+    """
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    first = optimizer.defaults["initial_accumulator_value"]  # Adagrad ignores groups'
+    for parameter, state in before.items():
+        if not state:  # of an added parameter group: created at its first step
+            continue
+        state["step"].zero_()
+        state["sum"].fill_(complex(first, first) if parameter.is_complex() else first)
+        optimizer.state[parameter] = state

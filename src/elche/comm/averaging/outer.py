@@ -11,10 +11,12 @@ DiLoCo's (0.7, 0.5 instead of 0.7, 0.9), because windows are short
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from elche.comm.averaging.window_sync import SyncResult
 from elche.coordination.protocol.instructions import Reduce
 
 MOST_ROUNDED = 0.8
@@ -107,3 +109,27 @@ class OuterOptimizer:
             else:
                 mean_drift.add_(momentum, alpha=rule.momentum)
         self._base[start:stop].sub_(mean_drift, alpha=rule.lr)
+
+
+@dataclass(slots=True)
+class ConsensusSums:
+    """Sums of squares over the parameters, for the consensus distance.
+
+    Attributes:
+        distance: Σ (θ_r − θ̄)².
+        size: Σ θ_{k+1}².
+    """
+
+    distance: float = 0.0
+    size: float = 0.0
+
+    def result(self, weight: float) -> SyncResult:
+        """Returns the result for a rank that contributed with this weight."""
+        norm = math.sqrt(self.size) if self.size >= 0 else math.nan
+        if not math.isfinite(self.distance) or not math.isfinite(norm):
+            return SyncResult(math.nan, norm)
+        if weight == 0.0 or self.distance == 0.0:
+            return SyncResult(0.0, norm)
+        if norm == 0.0:
+            return SyncResult(math.inf, norm)
+        return SyncResult(math.sqrt(self.distance) / norm, norm)

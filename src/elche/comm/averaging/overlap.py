@@ -28,8 +28,8 @@ from enum import Enum
 import torch
 
 from elche.comm.averaging.averaging import WHAT, Averager
-from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
-from elche.comm.averaging.outer import OuterStep
+from elche.comm.averaging.outer import ConsensusSums, OuterStep
+from elche.comm.averaging.window_sync import SyncResult
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ProtocolError
@@ -45,7 +45,7 @@ class _Phase(Enum):
     ``snapshot``, weight > 0                 IDLE, TAKEN, UNSENT         SENT
     ``snapshot``, a rank lacks the last sum  IDLE, TAKEN, UNSENT         UNSENT
     ``begin``                                TAKEN, UNSENT, SENT         BEGUN
-    ``adopt``                                BEGUN                       IDLE
+    ``finish``                               BEGUN                       IDLE
     ``rebase``                               IDLE, TAKEN, UNSENT         IDLE
     ``connect``, after a failed reduction    TAKEN, UNSENT, SENT, BEGUN  UNSENT
     ``copy_result``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
@@ -68,7 +68,7 @@ class OverlappedAverager(Averager):
     """Averages while training continues (``async``).
 
     The order of calls is :meth:`snapshot`, :meth:`begin`, any number of :meth:`poll`,
-    :meth:`adopt`. A failed reduction may be repeated after :meth:`connect`.
+    :meth:`finish`. A failed reduction may be repeated after :meth:`connect`.
     """
 
     is_overlapped = True
@@ -164,15 +164,14 @@ class OverlappedAverager(Averager):
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window
 
-    @property
-    def is_sent(self) -> bool:
-        """True if a drift has been sent and the plan has not arrived."""
-        return self._phase is _Phase.SENT
+    def has_sum(self, plan: Reduce) -> bool:
+        """See `Averager.has_sum`; begins a reduction whose plan is not begun yet."""
+        if self._phase is _Phase.SENT:
+            self.begin(plan)
+        return self._phase is _Phase.BEGUN and super().has_sum(plan)
 
-    @property
-    def is_begun(self) -> bool:
-        """True if a planned reduction is in progress."""
-        return self._phase is _Phase.BEGUN
+    def _take(self, weight: float, *, begins: bool) -> bool:
+        return self.snapshot(float(weight > 0), begins=begins)
 
     def _send(self) -> None:
         for group in self._groups:
@@ -181,7 +180,7 @@ class OverlappedAverager(Averager):
         self._phase = _Phase.SENT
 
     def poll(self) -> bool:
-        """True if :meth:`adopt` would not wait.
+        """True if :meth:`finish` would not wait.
 
         Raises:
             ProtocolError: no reduction is in progress.
@@ -191,13 +190,13 @@ class OverlappedAverager(Averager):
         return arrived and self._buffers.poll()
 
     @torch.no_grad()
-    def adopt(self, plan: Reduce, *, drained: bool = False) -> SyncResult:
+    def finish(self, plan: Reduce, *, is_drained: bool = False) -> SyncResult:
         """Waits for the mean and applies it to the parameters.
 
         Args:
             plan: plan of the reduction in progress.
-            drained: True if this rank took no step since the snapshot; its parameters
-                become θ_{k+1} itself, bit-identical on all such ranks.
+            is_drained: True if this rank took no step since the snapshot; its
+                parameters become θ_{k+1} itself, bit-identical on all such ranks.
 
         Returns:
             The snapshot's distance from the mean.
@@ -206,17 +205,17 @@ class OverlappedAverager(Averager):
             ProtocolError: another reduction is in progress, or none.
             CommunicationError: the reduction failed; this rank is unchanged.
         """
-        self._expect("adopt", _Phase.BEGUN)
+        self._expect("finish", _Phase.BEGUN)
         if plan.window != self._window:
             raise ProtocolError(
-                f"expected to adopt window {self._window}, got {plan.window}"
+                f"expected to finish window {self._window}, got {plan.window}"
             )
         self._wait()
         rule, consensus = OuterStep.of(plan), ConsensusSums()
         if not self._is_finite:
             consensus.distance = math.nan
         for group in self._groups:
-            if drained or not self._is_finite:
+            if is_drained or not self._is_finite:
                 group.replace(rule, consensus)
             else:
                 group.correct(rule, consensus)

@@ -26,6 +26,8 @@ from elche.errors import CommunicationError, ProtocolError
 
 MAGIC = b"elche/1\n"
 NONCE_BYTES = 16
+KEY_BYTES: Final = 32
+"""Length of a run's key."""
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 TAG_BYTES = 16
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024

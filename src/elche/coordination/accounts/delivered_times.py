@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
-class BatchCost:
-    """Time of one batch, or one step, on a rank.
+class Costs:
+    """Time of batches on a rank.
 
     Not frozen: creating a frozen instance takes three times as long.
 
@@ -23,15 +23,24 @@ class BatchCost:
         transfer_s: part of ``busy_s`` spent moving data to the device.
         sync_wait_s: wait for other ranks.
         reduce_s: part of ``busy_s`` that a rank alone saves: reductions in backward.
-        is_timed: False for a first batch of its kind (compilation), not a speed.
     """
 
-    samples: int
-    busy_s: float
-    data_wait_s: float
+    samples: int = 0
+    busy_s: float = 0.0
+    data_wait_s: float = 0.0
     transfer_s: float = 0.0
     sync_wait_s: float = 0.0
     reduce_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchCost(Costs):
+    """Time of one batch, or one step, on a rank.
+
+    Attributes:
+        is_timed: False for a first batch of its kind (compilation), not a speed.
+    """
+
     is_timed: bool = True
 
     @classmethod
@@ -64,9 +73,9 @@ class BatchCost:
         )
 
 
-@dataclass(slots=True)
-class DeliveredTimes:
-    """Sums over a rank's batches since its last report; fields as in `BatchCost`.
+@dataclass(slots=True, kw_only=True)
+class DeliveredTimes(Costs):
+    """Sums over a rank's batches since its last report.
 
     Attributes:
         batches: number of batches.
@@ -74,12 +83,6 @@ class DeliveredTimes:
         timed_s: delivered time of the ``timed`` batches.
     """
 
-    samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    transfer_s: float = 0.0
-    sync_wait_s: float = 0.0
-    reduce_s: float = 0.0
     batches: int = 0
     timed: int = 0
     timed_s: float = 0.0

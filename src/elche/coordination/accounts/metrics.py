@@ -12,14 +12,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import Any, TypeVar
 
-from elche.coordination.accounts.exact_mean import WeightedMean
-from elche.coordination.protocol.messages import Scalars
+from elche.coordination.protocol.messages import Scalars, Work
 from elche.errors import ProtocolError
 
 WINDOWS_KEPT = EPOCHS_KEPT = 1000
 """Most metrics kept for a reader; the oldest are dropped."""
+MOST_LEFT_OUT = 2**53
+"""Upper bound of the count of excluded values, so that it fits a 64-bit integer."""
 
 Kind = TypeVar("Kind", bound="Metrics")
 _TIMES = "busy_s", "data_wait_s", "transfer_s", "sync_wait_s"
@@ -27,17 +29,67 @@ _COUNTED = ("samples", "discarded_samples", "late_batches", *_TIMES)
 """Fields of `RankReport` that are summed per rank."""
 
 
+class WeightedMean:
+    """Weighted mean of values, with a count of the values excluded from it.
+
+    It has no rounding error, whatever the order of its parts.
+    """
+
+    __slots__ = ("_excluded", "_weight", "_weighted_sum")
+
+    def __init__(self) -> None:
+        self._weighted_sum = self._weight = Fraction()
+        self._excluded = 0
+
+    def add(self, weighted_sum: float, weight: float) -> None:
+        """Adds values by their weighted sum and their weight.
+
+        If either is not finite, or the weight is negative, nothing is added: ``weight``
+        values, at least one, count as excluded. A weight of zero adds nothing.
+        """
+        if not (math.isfinite(weighted_sum) and 0.0 <= weight < math.inf):
+            self.exclude(int(weight) if 1.0 <= weight < MOST_LEFT_OUT else 1)
+        elif weight > 0.0:
+            self._weighted_sum += Fraction(weighted_sum)
+            self._weight += Fraction(weight)
+
+    def exclude(self, count: int) -> None:
+        """Counts values excluded from the mean."""
+        self._excluded = min(self._excluded + count, MOST_LEFT_OUT)
+
+    def merge(self, other: WeightedMean) -> None:
+        """Adds another mean's values."""
+        self._weighted_sum += other._weighted_sum
+        self._weight += other._weight
+        self.exclude(other._excluded)
+
+    @property
+    def parts(self) -> tuple[float, float]:
+        """Weighted sum and weight, each rounded once; NaN where one has overflowed."""
+        return _rounded(self._weighted_sum), _rounded(self._weight)
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None without values, or where it is beyond the range of floats."""
+        weighted_sum, weight = self.parts
+        mean = weighted_sum / weight if weight else math.nan
+        return mean if math.isfinite(mean) else None
+
+    @property
+    def excluded(self) -> int:
+        """Number of excluded values, plus one if the mean itself overflows."""
+        beyond = self.value is None and self._weight != 0
+        return min(self._excluded + beyond, MOST_LEFT_OUT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class RankReport(Work):
     """One rank's work in part of a window; reports of one window are added up.
 
+    Negative ``samples`` correct earlier ones that were discarded.
+
     Attributes:
-        rank: the reporting rank.
-        samples: samples trained on; negative corrects earlier ones that were discarded.
         discarded_samples: samples trained on but in no model; see `Metrics`.
-        busy_s: delivered time: waiting for data, transfer and compute.
-        data_wait_s: part of ``busy_s`` spent waiting for data.
-        transfer_s: part of ``busy_s`` spent moving batches to the device.
         sync_wait_s: time in synchronisations: waiting for other ranks and reducing.
         late_batches: batches of the next window run before the average was adopted.
         divergence: distance from the consensus over its norm, None if not measured.
@@ -46,12 +98,7 @@ class RankReport:
             weighted sum is not finite, the entry counts as ``weight`` excluded values.
     """
 
-    rank: int
-    samples: int = 0
     discarded_samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    transfer_s: float = 0.0
     sync_wait_s: float = 0.0
     late_batches: int = 0
     divergence: float | None = None
@@ -406,3 +453,10 @@ def _finite_or_none(value: float) -> float | None:
 def _tuples(value: Any) -> Any:
     """Converts JSON lists back to tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _rounded(exact: Fraction) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.nan

@@ -16,6 +16,9 @@ from elche.coordination.accounts.step_count import ROUNDING
 from elche.coordination.protocol.messages import Runs
 from elche.errors import MismatchError
 
+_COUNTS = "batches", "calls", "last_call", "agreed", "skipped"
+"""Counts of `ScheduleSteps` that are saved as they are."""
+
 
 @final
 class ScheduleSteps:
@@ -50,20 +53,15 @@ class ScheduleSteps:
         """Returns the counts so far."""
         return {
             "gaps": [list(each) for each in sorted(self._gaps.items())],
-            "batches": self._batches,
-            "calls": self._calls,
-            "last_call": self._last_call,
-            "agreed": self._agreed,
-            "skipped": self._skipped,
             "taken": self.taken,
+            **{name: getattr(self, f"_{name}") for name in _COUNTS},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores :meth:`state_dict`, for a schedule in the state of that time."""
-        self._gaps = Counter({gap: count for gap, count in state["gaps"]})
-        self._batches, self._calls = state["batches"], state["calls"]
-        self._last_call, self._agreed = state["last_call"], state["agreed"]
-        self._skipped = state["skipped"]
+        self._gaps = Counter(dict(state["gaps"]))
+        for name in _COUNTS:
+            setattr(self, f"_{name}", state[name])
         if self._most is not None:
             self._most += state["taken"] - self.taken
         self.taken = state["taken"]

@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from elche.coordination.protocol.messages import CheckRows, OwnPart, Runs, Scalars
+from elche.coordination.protocol.messages import (
+    CheckRows,
+    EpochMessage,
+    Message,
+    Runs,
+    Scalars,
+    StepWork,
+    WindowMessage,
+    Work,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class Join(Message):
     """A rank announces itself and its state, which is compared between ranks.
 
     ``settings`` are (name, value) pairs that must agree; ``tensors`` are (name,
@@ -18,7 +27,6 @@ class Join:
     memory.
     """
 
-    rank: int
     version: int
     world_size: int
     settings: tuple[tuple[str, str], ...]
@@ -29,7 +37,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochOpened:
+class EpochOpened(EpochMessage):
     """A rank requests the epoch; rank 0 sends its batch sizes.
 
     ``probe_s`` is the time of one reduction of the model (0.0 if not measured).
@@ -42,8 +50,6 @@ class EpochOpened:
     "" if sums pass through the host.
     """
 
-    rank: int
-    epoch: int
     sizes: Runs | None = None
     layout: str = ""
     checks: CheckRows = ()
@@ -55,70 +61,51 @@ class EpochOpened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsDone:
+class StepsDone(StepWork):
     """``sync``: a rank has run the steps ``start <= step < stop`` of its grant.
 
-    ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``). Of
-    ``busy_s``, ``data_wait_s`` is the wait for data and ``transfer_s`` its transfer to
-    the device; ``reduce_s`` is reductions in backward, which a rank alone saves.
+    ``reduce_s`` is the part of ``busy_s`` for reductions in backward, which a rank
+    alone saves.
     ``parameter_norm`` is sent once per epoch by the first rank, else 0.0.
     ``warm`` is False if the steps held a first batch, which is not timed.
     ``backward_passes`` is the number of the run's reduced passes. They must be of the
     same steps in the same order on every rank; ``pass_steps`` is their checksum.
     ``max_samples`` is the most samples that fit on the device (0: no limit found).
-    ``is_finite`` is False if checked parameters are NaN. ``broken`` is the part since
-    which this rank's own gradients are NaN or Inf. ``unknown`` names state that depends
-    on this rank's batches and cannot be copied to another rank ("" if none was seen):
-    no rank may then be excluded. ``checks`` are of its parameters after some of the
-    steps before ``start``; see `ModelCheck`.
+    ``unknown`` names state that depends on this rank's batches and cannot be copied to
+    another rank ("" if none was seen): no rank may then be excluded. ``checks`` are of
+    its parameters after some of the steps before ``start``; see `ModelCheck`.
     """
 
-    rank: int
-    epoch: int
     start: int
     stop: int
-    samples: int
-    busy_s: float
-    data_wait_s: float
-    sync_wait_s: float
     warm: bool
     backward_passes: int
     pass_steps: int = 0
-    transfer_s: float = 0.0
     reduce_s: float = 0.0
     parameter_norm: float = 0.0
     max_samples: int = 0
-    scalars: Scalars = ()
-    is_finite: bool = True
-    broken: OwnPart = ()
     unknown: str = ""
     checks: CheckRows = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchesDone:
+class BatchesDone(Work):
     """Windows: a rank has trained the batches ``start <= batch < stop`` of a lease.
 
-    ``busy_s`` is delivered time; of it, ``data_wait_s`` is the wait for data and
-    ``transfer_s`` its transfer to the device. ``timed`` of the batches took
-    ``timed_s``: a first batch of its kind (compilation) is not timed.
+    ``timed`` of the batches took ``timed_s``: a first batch of its kind (compilation)
+    is not timed.
     """
 
-    rank: int
     epoch: int
     window: int
     start: int
     stop: int
-    samples: int
-    busy_s: float
-    data_wait_s: float
     timed: int
     timed_s: float
-    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowClosed:
+class WindowClosed(WindowMessage):
     """A rank has closed its part of a window at a batch boundary.
 
     ``changed_buffers`` are indices of float buffers written since the last reduction.
@@ -131,9 +118,6 @@ class WindowClosed:
     each copy of the model that the rank has registered (see `CopySamples`).
     """
 
-    rank: int
-    epoch: int
-    window: int
     changed_buffers: tuple[int, ...]
     is_finite: bool = True
     has_moved: bool = True
@@ -144,7 +128,7 @@ class WindowClosed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelUpdated:
+class ModelUpdated(WindowMessage):
     """The result of ``window``, the mean of all updates, is in this rank's model.
 
     Under ``sync``, after a copy of the model or a death: the result of all steps up to
@@ -154,9 +138,6 @@ class ModelUpdated:
     it. ``checks`` are of the common model that the rank continues from.
     """
 
-    rank: int
-    epoch: int
-    window: int
     sync_s: float = 0.0
     wait_s: float = 0.0
     divergence: float = 0.0
@@ -166,14 +147,12 @@ class ModelUpdated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinReady:
+class JoinReady(Message):
     """A newcomer has built all it needs, and its loop begins."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regrouped:
+class Regrouped(EpochMessage):
     """A rank is in the group of this generation; it holds the result of ``reduced``.
 
     ``reduced`` is a window, or under ``sync`` a step of the epoch (-1 for none). Under
@@ -182,15 +161,13 @@ class Regrouped:
     report that by `ModelUpdated`.
     """
 
-    rank: int
     generation: int
-    epoch: int
     reduced: int = -1
     lost: Runs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochLeft:
+class EpochLeft(StepWork):
     """A rank's loop left the epoch early, after running ``step`` steps of it.
 
     Under ``sync`` it includes the work since the last report; see `StepsDone`. The rank
@@ -200,17 +177,7 @@ class EpochLeft:
     step's update, or after it.
     """
 
-    rank: int
-    epoch: int
     step: int
-    samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    sync_wait_s: float = 0.0
-    transfer_s: float = 0.0
-    scalars: Scalars = ()
-    is_finite: bool = True
-    broken: OwnPart = ()
     passes: int = 0
     apart: str = ""
     checks: CheckRows = ()
@@ -218,96 +185,84 @@ class EpochLeft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochCut:
+class EpochCut(EpochMessage):
     """A rank requests a pause of the epoch: all is committed, and the rest is kept.
 
     ``is_end``: no rank continues with the rest.
     """
 
-    rank: int
-    epoch: int
     is_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassBegun:
+class PassBegun(EpochMessage):
     """``sync``: position of a rank that waits, or has received ``gone`` `RankLeft`s.
 
     It has begun ``step`` steps of the epoch, and ``passes`` backward passes of the run.
     """
 
-    rank: int
-    epoch: int
     step: int
     passes: int
     gone: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierReached:
+class BarrierReached(Message):
     """A rank waits at the barrier ``name``; ``checks`` must be equal on all ranks.
 
     The first rank's ``text`` is sent to all; None: a rank that is not the first yet.
     """
 
-    rank: int
     name: str
     text: str | None = ""
     checks: CheckRows = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultGroupFormed:
+class DefaultGroupFormed(Message):
     """torch.distributed's default group exists on a rank."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasFormed:
+class ReplicasFormed(Message):
     """Ranks of a pipeline's replicas, each of which can continue without the others."""
 
-    rank: int
     replicas: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved:
+class CheckpointSaved(Message):
     """The writer of the manifest reports a complete checkpoint, for the event file."""
 
-    rank: int
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(Message):
     """A rank ends with an error, or by ``sys.exit(exit_code)`` inside an epoch."""
 
-    rank: int
     error: str
     traceback: str
     exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Left(Message):
     """A rank has finished and leaves in order.
 
     If its loop left an epoch of windows before: ``batches`` is this rank's count in the
     run, ``samples`` and ``steps`` (global batches) the whole run's; 0 otherwise.
     """
 
-    rank: int
     batches: int = 0
     samples: int = 0
     steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankLost:
+class RankLost(Message):
     """A rank's connection has ended, or it has sent nothing for ``silent_s``."""
 
-    rank: int
     silent_s: float = 0.0
 
 

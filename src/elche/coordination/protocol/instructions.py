@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elche.coordination.protocol.messages import Cut, Runs
+from elche.coordination.protocol.messages import (
+    Cut,
+    EpochMessage,
+    Message,
+    Runs,
+    WindowMessage,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(Message):
     """All ranks have joined and agree; the first generation may form its group.
 
     A newcomer receives it once accepted, and may then build its reducers. ``survives``:
     the run survives the loss of ranks.
     """
 
-    rank: int
     generation: int
     devices: tuple[str, ...]
     memory_bytes: tuple[int, ...] = ()
@@ -23,7 +28,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginEpoch:
+class BeginEpoch(WindowMessage):
     """All ranks have opened the epoch; rank 0 now sends its positions.
 
     ``policy`` is the epoch's first policy, ``window`` its first window, ``cut`` its cut
@@ -31,67 +36,57 @@ class BeginEpoch:
     ranks first copy its optimizer state.
     """
 
-    rank: int
-    epoch: int
     sizes: Runs
     policy: str
-    window: int
     cut: Cut
     state_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyChosen:
+class PolicyChosen(Message):
     """Choice of ``auto`` and its reason; sent to the first rank.
 
     With ``is_advice``: the predicted gain of another policy over the default.
     """
 
-    rank: int
     policy: str
     reason: str
     is_advice: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveOut:
+class LeaveOut(EpochMessage):
     """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
 
     () readmits all ranks. If the participants change, no granted step is open.
     ``reason`` is a line for the user, which may come without a change.
     """
 
-    rank: int
-    epoch: int
     left_out: tuple[int, ...]
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankLeft:
+class RankLeft(EpochMessage):
     """``sync``: rank ``gone`` has left the epoch after ``passes`` backward passes.
 
     Granted steps are still run; each rank answers with `PassBegun`.
     """
 
-    rank: int
-    epoch: int
     gone: int
     passes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinPasses:
+class JoinPasses(EpochMessage):
     """To a rank that left: join the others' pass ``passes``, of step ``step``."""
 
-    rank: int
-    epoch: int
     step: int
     passes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantBatches:
+class GrantBatches(EpochMessage):
     """Lease of the batches ``start <= batch < stop``.
 
     Windows: local batches, for this rank alone. ``sync``: global batches, each a step
@@ -99,15 +94,13 @@ class GrantBatches:
     early to report their last step; no other steps are granted for now.
     """
 
-    rank: int
-    epoch: int
     start: int
     stop: int
     shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenWindow:
+class OpenWindow(WindowMessage):
     """Opens a window: train until ``wall_s`` or ``max_batches`` is reached.
 
     After ``hold_after`` batches the rank waits for a `Permit`. ``adopt_at`` fixes the
@@ -118,9 +111,6 @@ class OpenWindow:
     planned in it for all ranks, ``planned_batches`` for this one.
     """
 
-    rank: int
-    epoch: int
-    window: int
     wall_s: float | None
     max_batches: int | None
     hold_after: int | None
@@ -132,30 +122,24 @@ class OpenWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Permit:
+class Permit(WindowMessage):
     """The slowest rank has caught up: train up to ``batches`` in this window."""
 
-    rank: int
-    epoch: int
-    window: int
     batches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseWindow:
+class CloseWindow(WindowMessage):
     """Close the window at the next batch boundary, whatever the deadline.
 
     With ``drain`` the epoch ends there, and leases not begun return to the pool.
     """
 
-    rank: int
-    epoch: int
-    window: int
     drain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduce:
+class Reduce(WindowMessage):
     """All ranks have closed the window; reduce now.
 
     ``weight`` is this rank's part of the mean. Weights sum to one over ranks; a rank of
@@ -167,9 +151,6 @@ class Reduce:
     scaled down, so that no sample counts for more than in a window of all.
     """
 
-    rank: int
-    epoch: int
-    window: int
     attempt: int
     weight: float
     active_ranks: int
@@ -183,14 +164,13 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regroup:
+class Regroup(Message):
     """The membership has changed: form group ``generation``, then send `Regrouped`.
 
     ``left`` are gone (``in_order``: not dead), ``joined`` are new since the previous
     generation. A new rank receives all members as ``joined``.
     """
 
-    rank: int
     generation: int
     left: tuple[int, ...]
     joined: tuple[int, ...]
@@ -198,21 +178,18 @@ class Regroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adopt:
+class Adopt(WindowMessage):
     """Copy the common model after ``window`` from rank ``source``; all ranks do so.
 
     Under ``sync``, ``window`` is a step, and the optimizer's state is copied too. The
     answer is a `ModelUpdated`.
     """
 
-    rank: int
-    epoch: int
-    window: int
     source: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndEpoch:
+class EndEpoch(EpochMessage):
     """Every contribution of the epoch is in the model that all ranks hold.
 
     ``is_early``: a rank's loop left the epoch before its end, or must end with the cut.
@@ -221,8 +198,6 @@ class EndEpoch:
     those of the epoch, less their trained samples.
     """
 
-    rank: int
-    epoch: int
     samples: int
     sync_s: float
     windows: int
@@ -233,29 +208,25 @@ class EndEpoch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsReported:
+class MetricsReported(WindowMessage):
     """Metrics of a window (or, with ``window`` -1, of the epoch); sent to one rank.
 
     ``values`` are the fields of `WindowMetrics` or `EpochMetrics` as JSON.
     """
 
-    rank: int
-    epoch: int
-    window: int
     values: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BarrierPassed:
+class BarrierPassed(Message):
     """All ranks have reached the barrier ``name``; ``text`` is the first rank's."""
 
-    rank: int
     name: str
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
+class Abort(Message):
     """The run ends: ``reason``, and the failed rank's traceback if one failed.
 
     ``batches`` (start, stop) caused the end, if data did; ``part`` (start, stop) are
@@ -263,7 +234,6 @@ class Abort:
     exits with it, as the failed rank did by ``sys.exit``.
     """
 
-    rank: int
     reason: str
     failed_rank: int | None = None
     traceback: str = ""

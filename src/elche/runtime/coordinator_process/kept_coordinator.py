@@ -23,13 +23,11 @@ from elche.coordination.protocol.outbox import Outbox
 from elche.runtime.coordinator_process.link import (
     LENGTH,
     Begin,
-    Command,
     Copy,
     Fence,
     Journal,
     Status,
     Stop,
-    Stopped,
     pack,
 )
 
@@ -137,7 +135,7 @@ class KeptCoordinator:
     def take(self, what: Input) -> None:
         """Sends the coordinator an event that this launcher saw."""
         self._commands.add(what)
-        self._send(Command(what))
+        self._send(what)
 
     def _send(self, message: object) -> None:
         """Sends to the running process; a restarted one receives it at its start."""
@@ -201,7 +199,7 @@ class KeptCoordinator:
         run = self._world_size, self._key, self._survives
         self._send(Begin(*run, shows=shows, copy=self._copy, journal=journal))
         for what in self._commands.rest():
-            self._send(Command(what))
+            self._send(what)
         if self._is_stopping:
             self._end_process()
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -247,7 +245,7 @@ class KeptCoordinator:
         elif isinstance(message, logging.LogRecord):
             if (log := logging.getLogger(message.name)).isEnabledFor(message.levelno):
                 log.handle(message)
-        elif isinstance(message, Stopped):
+        elif isinstance(message, Stop):
             self._story = message.story
 
     def _take_status(self, status: Status) -> None:

@@ -1,5 +1,7 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
+The launcher's own inputs travel as they are, beside the messages here.
+
 The pair is private to these two processes, parent and child, so messages are pickled,
 as are the coordinator's log records. Pieces of the journal and copies of the
 record are bytes, which the launcher keeps and does not unpack.
@@ -13,7 +15,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final, final
 
-from elche.coordination.protocol.events import Event, Input
+from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import Instruction
 
 LENGTH: Final = struct.Struct(">I")
@@ -42,15 +44,13 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """Launcher to coordinator: an input of the launcher's own."""
-
-    what: Input
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
-    """Launcher to coordinator: the run is over; send its event log."""
+    """Launcher to coordinator: the run is over; send its event log.
+
+    As a reply to the launcher, with the event log.
+    """
+
+    story: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,6 @@ class Fence:
     """
 
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """Coordinator to launcher, at the end: the event log of the run."""
-
-    story: tuple[str, ...]
 
 
 def pack(message: object) -> bytes:

@@ -35,14 +35,12 @@ from elche.coordination.protocol.instructions import Instruction
 from elche.monitor.event_records import is_recorded
 from elche.runtime.coordinator_process.link import (
     Begin,
-    Command,
     Copy,
     Fence,
     Journal,
     Link,
     Status,
     Stop,
-    Stopped,
 )
 from elche.runtime.process.coordinator import CoordinatorServer
 from elche.runtime.process.launcher_watch import ignore_signals, signal_with_parent
@@ -100,7 +98,7 @@ class CoordinatorChild:
         await self._is_over.wait()
         await self._server.stop()
         with contextlib.suppress(OSError):
-            self._link.send(Stopped(tuple(self._server.core.story())))
+            self._link.send(Stop(tuple(self._server.core.story())))
 
     def _receive(self) -> None:
         try:
@@ -113,11 +111,11 @@ class CoordinatorChild:
 
     def _handle_pending(self) -> None:
         while self._pending and self._serves:
-            message = self._pending.popleft()
-            if isinstance(message, Command):
-                self._server.take_from(LAUNCHER, None, [message.what])
-            elif isinstance(message, Stop):
+            message: Any = self._pending.popleft()
+            if isinstance(message, Stop):
                 self._is_over.set()
+            else:
+                self._server.take_from(LAUNCHER, None, [message])
 
     def _have_fenced(self, rank: int) -> None:
         """Blocks until the launcher has ended the process of a lost rank."""

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from elche.config_checks import check_whole
 from elche.errors import ConfigError
 from elche.runtime.data.own_iteration import USER_LOADER
 from elche.runtime.data.stream_reader import ForwardingDataset, StreamReader
@@ -97,11 +98,7 @@ def _stream_length(
         with contextlib.suppress(TypeError, NotImplementedError):
             return len(loader.dataset) if _is_stream(loader) else None  # type: ignore[arg-type]
         return None
-    whole = isinstance(samples_per_epoch, int)
-    if not whole or isinstance(samples_per_epoch, bool) or samples_per_epoch < 1:
-        raise ConfigError(
-            f"expected samples_per_epoch to be an int >= 1, got {samples_per_epoch!r}"
-        )
+    check_whole("samples_per_epoch", samples_per_epoch, 1)
     if not _is_stream(loader):
         raise ConfigError(
             "samples_per_epoch is only for an IterableDataset, got "

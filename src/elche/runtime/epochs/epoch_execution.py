@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -19,11 +20,10 @@ from elche.coordination.protocol.events import EpochCut, Failed
 from elche.coordination.protocol.instructions import BeginEpoch
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
-from elche.errors import CommunicationError, ElcheError, NonFiniteError
+from elche.errors import CommunicationError, ConfigError, ElcheError, NonFiniteError
 from elche.runtime.data.leased_data import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
-from elche.runtime.epochs.statistics_pass import batches_tracked, refuse_statistics
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
@@ -37,6 +37,7 @@ from elche.runtime.training import Training
 from elche.runtime.watch.model_sums import ModelSums, kind_of
 from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.windows.synchroniser import Synchroniser
+from elche.torch_internals.held import BatchNormBase
 from elche.torch_internals.passes import is_compiled
 
 
@@ -323,3 +324,20 @@ class EpochExecution:
         if isinstance(error, NonFiniteError):
             error = self._worker.name_samples(error)
         self._pending_error = error
+
+
+def batches_tracked() -> int:
+    """Batches tracked by this process's unsynchronised BatchNorm layers."""
+    layers = (o for o in gc.get_objects() if issubclass(type(o), BatchNormBase))
+    alone = (each for each in layers if not getattr(each, "spans_ranks", False))
+    return sum(int(each.num_batches_tracked or 0) for each in alone)
+
+
+def refuse_statistics(before: int) -> None:
+    """Refuses a first batch without gradients that a BatchNorm layer has tracked."""
+    if batches_tracked() > before:
+        raise ConfigError(
+            "a pass over the ranks' loader without gradients writes BatchNorm "
+            "statistics, of this rank's share only: give update_bn the plain "
+            "DataLoader, on every rank; before an evaluation call model.eval()"
+        )

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any
 
-from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.averaging.window_sync import SyncResult, WindowSync
 from elche.coordination.accounts.batch_ranges import Range, append_range
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import (
@@ -39,7 +39,6 @@ from elche.runtime.report.notifications import warn_discarded
 from elche.runtime.sync.epoch_hooks import EpochHooks
 from elche.runtime.watch.live_graph import fetched_too_early
 from elche.runtime.windows.regrouping import OpenReduction
-from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from elche.comm.control.addresses import (
     parse_address,
 )
 from elche.comm.control.control_channel import ControlChannel
-from elche.comm.control.key_file import KEY_BYTES, is_private
+from elche.comm.control.frames import KEY_BYTES
 from elche.comm.tensors.kept_memory import keep_freed_memory
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.environment import Placement, int_of
@@ -256,7 +256,8 @@ def _hide(text: str) -> str:
 def _read_hidden(path: str) -> str:
     """Reads such a file, if it is private: anyone can write a path to the store."""
     with open(path) as file:
-        if not is_private(file.fileno()):
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise CommunicationError(
                 f"{path} is not a file of this user alone; a process other than rank "
                 "0 wrote to torchrun's store"

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, Final, final
 
 from elche.comm.control.addresses import keep_alive
-from elche.comm.control.drop_log import DropLog
 from elche.comm.control.frames import HELLO_BYTES, HELLO_WITHIN_S, accept
 from elche.coordination.journal import Entry, RunRecord
 from elche.coordination.liveness import SILENT_S, Liveness
@@ -38,7 +37,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.protocol.outbox import ACK_EVERY
 from elche.coordination.protocol.wire import FROM_WORKERS, brief, from_wire, to_wire
 from elche.errors import ProtocolError
-from elche.runtime.process.launcher_watch import is_running
+from elche.runtime.process.launcher_watch import process_state
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,7 @@ class CoordinatorServer:
         on_lost: called with a lost rank that the run survives, before the others are
             notified: its process must be ended.
         on_message: called with each event and instruction, in their order.
+        drops: number of dropped connections.
         strangers: connections without a Hello yet, with their start times.
         connections: connections of ranks, by rank.
     """
@@ -98,7 +98,7 @@ class CoordinatorServer:
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self.on_message: Callable[[Event | Instruction], None] | None = None
-        self.drops = DropLog()
+        self.drops = 0
         self.has_admitted = False
         self.sees_ends = True
         self.aborted_by_others: set[int] = set()  # because of another rank, or of none
@@ -283,7 +283,7 @@ class CoordinatorServer:
         """Ranks that are silent for too long and whose processes are stopped."""
         stopped = []
         for rank in self._liveness.tick():
-            if is_running(self._pids[rank]):
+            if process_state(self._pids[rank]) not in ("", *"?TtXZ"):
                 self._liveness.runs(rank)
                 continue
             stopped.append(rank)
@@ -353,8 +353,12 @@ class RankConnection(asyncio.Protocol):
 
     def drop(self, reason: str) -> None:
         """Closes a connection that violates the protocol, and counts it."""
-        whose, is_known = f"a connection of rank {self._rank}", self._rank is not None
-        self._server.drops.add(whose, reason, is_known=is_known)
+        self._server.drops = drops = self._server.drops + 1
+        # Of strangers the first, second, fourth, ...: one cannot fill the disk.
+        if self._rank is not None or drops.bit_count() == 1:
+            so_far = f" ({drops} so far)" if drops > 1 else ""
+            dropped = self._rank, reason, so_far
+            logger.warning("dropped a connection of rank %s: %s%s", *dropped)
         self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import distributed as dist
@@ -19,12 +19,12 @@ from elche.devices import choice
 from elche.devices.memory import total_bytes
 from elche.errors import ConfigError
 from elche.runtime.emulation import EmulationConfig
-from elche.runtime.process.launchers import launch_facts, read_launcher
+from elche.runtime.process.launchers import LaunchFacts, launch_facts, read_launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Rank, device and neighbours of this process.
+class Placement(LaunchFacts):
+    """Rank, device and neighbours of this process, and its launcher's options.
 
     Attributes:
         rank: this rank.
@@ -35,10 +35,6 @@ class Placement:
         listen: address that this process listens on for other ranks; ``auto`` until
             `connect` has found it.
         emulation: speed of an emulated device; None for a real one.
-        joins: this rank joins a running run, and is numbered after its ranks.
-        may_grow: others may join the run.
-        resumes: the coordinator is restarted when it dies.
-        is_watched: the coordinator keeps the run's events.
     """
 
     rank: int = 0
@@ -48,10 +44,6 @@ class Placement:
     key: bytes = b""
     listen: str = "127.0.0.1"
     emulation: EmulationConfig | None = None
-    joins: bool = False
-    may_grow: bool = False
-    resumes: bool = False
-    is_watched: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -127,10 +119,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
         key=key,
         listen=listen,
         emulation=emulation,
-        joins=facts.joins,
-        may_grow=facts.may_grow,
-        resumes=facts.resumes,
-        is_watched=facts.is_watched,
+        **asdict(facts),
     )
 
 

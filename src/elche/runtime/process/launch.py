@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
-from elche.comm.control.key_file import KEY_BYTES
+from elche.comm.control.frames import KEY_BYTES
 from elche.comm.transport.torch_store import TorchStore
 from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult

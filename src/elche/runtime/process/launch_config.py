@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from elche.config_checks import check_not_negative, check_positive, check_whole
 from elche.errors import ConfigError
 from elche.monitor.run_view import RunView
 from elche.runtime.process.rank_processes import RankProcess
@@ -117,22 +117,13 @@ class LaunchConfig:
             raise ConfigError(
                 f"expected one of --nproc, --devices and --speeds, got {given}"
             )
-        if self.rejoin < 0:
-            raise ConfigError(f"expected --rejoin from 0 on, got {self.rejoin}")
-        if self.num_ranks is not None and self.num_ranks < 1:
-            raise ConfigError(
-                f"expected at least 1 rank (--nproc), got {self.num_ranks}"
-            )
-        for name, each in (
-            *(("positive --speeds", speed) for speed in self.speeds or ()),
-            ("a positive --ms-per-sample", self.ms_per_sample),
-        ):
-            if not 0 < each < math.inf:
-                raise ConfigError(f"expected {name}, got {each!r}")
-        if not 0 <= self.fixed_ms < math.inf:
-            raise ConfigError(
-                f"expected --fixed-ms of at least 0, got {self.fixed_ms!r}"
-            )
+        check_whole("--rejoin", self.rejoin, 0)
+        if self.num_ranks is not None:
+            check_whole("--nproc", self.num_ranks, 1)
+        for speed in self.speeds or ():
+            check_positive("--speeds", speed)
+        check_positive("--ms-per-sample", self.ms_per_sample)
+        check_not_negative("--fixed-ms", self.fixed_ms)
 
     @property
     def world_size(self) -> int:
@@ -154,14 +145,6 @@ class LaunchConfig:
             "ELCHE_MS_PER_SAMPLE": repr(self.ms_per_sample),
             "ELCHE_FIXED_MS": repr(self.fixed_ms),
         }
-
-    def device_names(self) -> tuple[str, ...] | None:
-        """Each rank's device, as ranks choose it by default; None for emulated ones."""
-        if self.speeds is not None or self.devices is not None:
-            return self.devices
-        from elche.devices.choice import default_device
-
-        return tuple(str(default_device(rank)) for rank in range(self.world_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,13 +61,15 @@ def ignore_signals() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def is_running(pid: int) -> bool:
-    """Returns True if a process of this host exists and is not stopped."""
+def process_state(pid: int) -> str:
+    """Returns a process's state letter in /proc; "" if it is gone, "?" if unknown."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+        found = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
     except OSError:
-        return False
-    return state not in b"TtXZ"
+        return "?"
+    return found.rpartition(") ")[2][:1]
 
 
 def write_whole_lines() -> None:

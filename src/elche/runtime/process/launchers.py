@@ -125,7 +125,7 @@ class LaunchFacts:
 
     Attributes:
         pipe: descriptor that closes when the launcher ends; -1 without one.
-        joins: the rank joins a running run.
+        joins: the rank joins a running run, and is numbered after its ranks.
         may_grow: other ranks may join the run.
         resumes: the coordinator is restarted when it dies.
         is_watched: the launcher keeps the run's events, also those of one rank.

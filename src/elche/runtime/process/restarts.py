@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from elche.checkpoint.store import CheckpointStore
+from elche.config_checks import check_positive, check_whole
 from elche.errors import ConfigError
 from elche.runtime.process.launch import LaunchedRun, handle_signals, launch
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
@@ -25,15 +23,6 @@ KEEP: Final = "ELCHE_CHECKPOINT_KEEP"
 RESUME: Final = "ELCHE_RESUME"
 AT_ONCE_S: Final = 60.0
 """A start shorter than this (s) that wrote no checkpoint made no progress."""
-PROBE_S: Final = 60.0
-DEVICE_FILES: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files of accelerators; without them no device can disappear."""
-_PROBE: Final = """
-import sys, torch
-from elche.devices.choice import is_known
-if is_known(sys.argv[1]):  # else of an extension that only the script imports
-    torch.ones(1, device=sys.argv[1]).add_(1).item()  # a kernel
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +44,10 @@ class RestartConfig:
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_restarts < 0:
-            raise ConfigError(
-                f"expected --max-restarts from 0 on, got {self.max_restarts}"
-            )
-        if self.keep < 1:
-            raise ConfigError(f"expected --keep of at least 1, got {self.keep}")
-        if self.every_s is not None and not 0 < self.every_s < math.inf:
-            raise ConfigError(
-                f"expected --checkpoint-every in positive seconds, got {self.every_s!r}"
-            )
+        check_whole("--max-restarts", self.max_restarts, 0)
+        check_whole("--keep", self.keep, 1)
+        if self.every_s is not None:
+            check_positive("--checkpoint-every", self.every_s)
         if self.checkpoint_dir is None and (self.every_s is not None or self.resume):
             raise ConfigError(
                 "--checkpoint-every and --resume need a --checkpoint-dir to write to "
@@ -128,10 +111,6 @@ def launch_with_restarts(
         if error == last_error and result.exit_code < 128 and not has_won:
             say(f"no restart: {error}, twice, and no progress in between")
             break
-        remaining = _without_gone(config, result, say)
-        if remaining is None:
-            break
-        config = remaining
         for path in filter(None, (config.story_path, config.trace_path)):
             with contextlib.suppress(OSError):  # the next start would overwrite it
                 path.replace(path.with_name(f"{path.name}.{number}"))
@@ -167,26 +146,6 @@ def _check_folder(folder: Path, newest: str | None, restarts: RestartConfig) -> 
         )
 
 
-def _without_gone(
-    config: LaunchConfig, result: LaunchResult, say: Callable[[str], None]
-) -> LaunchConfig | None:
-    """Drops ranks whose device is gone; None if no device remains.
-
-    Only the device of the rank that failed first is probed, if it is a real one.
-    """
-    is_here = config.backend is None
-    has_accelerators = is_here and any(map(os.path.exists, DEVICE_FILES))
-    devices = config.device_names() if has_accelerators else None
-    if result.failed_first is None or devices is None:
-        return config
-    gone = devices[result.failed_first]
-    if gone == "cpu" or _opens(gone):
-        return config
-    rest = tuple(name for name in devices if name != gone)
-    say(f"{gone} cannot be opened any more: continuing with {rest or 'none'}")
-    return replace(config, devices=rest, num_ranks=None) if rest else None
-
-
 def _why(result: LaunchResult) -> str:
     """One line about the rank that ended the run."""
     rank = result.failed_first
@@ -196,18 +155,3 @@ def _why(result: LaunchResult) -> str:
         return f"rank {rank} was killed by {signal.Signals(code - 128).name}"
     reason = result.reason.splitlines()[0] if result.reason else "see their output"
     return f"rank {rank} ended with code {code} ({reason})"
-
-
-def _opens(device: str) -> bool:
-    """True if a new process can compute on a device."""
-    try:
-        code = subprocess.run(
-            [sys.executable, "-c", _PROBE, device],
-            timeout=PROBE_S,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return False
-    return code == 0

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from elche.coordination.accounts.exact_mean import WeightedMean
+from elche.coordination.accounts.metrics import WeightedMean
 from elche.coordination.protocol.messages import Scalars
 from elche.devices import streams
 from elche.devices.memory import widest_float

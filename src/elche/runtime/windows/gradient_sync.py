@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.averaging.window_sync import SyncResult, WindowSync
 from elche.comm.gradients.gradient_hooks import (
     GradientHooks,
     at_backward_end,
@@ -23,7 +23,6 @@ from elche.devices.streams import refuse_capture
 from elche.errors import CommunicationError, ConfigError, RankLostError
 from elche.runtime.sync.resume_sync import take_step
 from elche.runtime.watch.rate_watch import set_rate
-from elche.runtime.windows.window_sync import WindowSync
 from elche.torch_internals.held import foreach_mul_
 from elche.torch_internals.passes import graph_task_id
 

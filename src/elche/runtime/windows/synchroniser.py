@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from elche.comm.averaging.averaging import ParameterAverager
-from elche.comm.averaging.optimizer_state import Optimizers
+from elche.comm.averaging.averaging import Optimizers, ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.averaging.window_sync import WindowSync
 from elche.comm.gradients.buckets.bucket_queue import Reduced
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_hooks import ParameterWatch
@@ -30,8 +30,6 @@ from elche.config import PolicyName, RunConfig
 from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.windows.gradient_sync import GradientSync
-from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
-from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +150,9 @@ class Synchroniser:
         warn_of_codec(group, config.codec)
         form = OverlappedAverager if config.policy == "async" else ParameterAverager
         outer = config.windows.outer
+        own_factor = None
+        if self._is_weighed or is_sum:
+            own_factor = GradientFactor(parameters)
         averager = form(
             parameters,
             self._model,
@@ -159,15 +160,13 @@ class Synchroniser:
             group,
             codec=config.codec,
             momentum=None if outer.optimizer == "average" else outer.momentum,
+            own_factor=own_factor,
+            is_sum=is_sum,
         )
         averager.build()
-        own_factor = None
-        if self._is_weighed or is_sum:
-            own_factor = GradientFactor(parameters)
+        if own_factor is not None:
             own_factor.attach()
-        kind = OverlappedSync if config.policy == "async" else ParameterSync
-        local = self._model, self._optimizers, own_factor
-        return kind(averager, *local, is_sum=is_sum)
+        return averager
 
     def build_alone(self, policy: str) -> None:
         """Builds the others' reducers on a rank that is to join."""

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """Result of a synchronisation on this rank.
+
+    Attributes:
+        divergence: ‖θ_r − θ̄‖ / ‖θ_{k+1}‖ over the trained parameters; 0.0 if the rank
+            contributed nothing, NaN if its parameters or the mean are not finite.
+        parameter_norm: ‖θ_{k+1}‖; None if not measured.
+    """
+
+    divergence: float
+    parameter_norm: float | None
 
 
 class WindowSync(ABC):

@@ -69,3 +69,11 @@ def test_a_balancer_predicts_small_batches_with_the_knee() -> None:
     assert balancer.step_s(4, []) == pytest.approx(32 * COST_S, rel=0.1)
     assert balancer.step_s(128, []) == pytest.approx(64 * COST_S, rel=0.1)
     assert balancer.step_s(128, [1]) == pytest.approx(128 * COST_S, rel=0.1)
+
+
+def test_a_batch_at_the_knee_saves_reductions_once() -> None:
+    """Once: by the samples, so that a step took 0.0 s, and the gain had no value."""
+    balancer = Balancer(2)
+    for part in (*SIZES * 5, 16, 16, 16, 16):
+        balancer.report((part, part), [COST_S * max(part, 32)] * 2)
+    assert balancer.step_s(32, [1], 0.016) == pytest.approx(0.016, rel=0.1)

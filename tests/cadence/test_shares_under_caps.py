@@ -258,3 +258,11 @@ def test_micro_batches_pay_their_fixed_cost_each() -> None:
     for batch in (48, 128):
         best_s = min(max(busy_s((batch - n, n))) for n in range(1, batch))
         assert max(busy_s(ranks.sizes(batch))) <= 1.05 * best_s
+
+
+def test_no_reductions_are_saved_where_a_rank_alone_runs_micro_batches() -> None:
+    """Once: those of the whole share, of each micro-batch: 24 ms, where 32 are true."""
+    balancer = Balancer(2, max_samples=[8, None], accumulates=True)
+    for _ in range(10):
+        balancer.report([16, 16], [0.016 + 0.004, 0.016])
+    assert balancer.step_s(32, [1], 0.004) == pytest.approx(0.040)

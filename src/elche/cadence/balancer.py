@@ -276,8 +276,10 @@ class Balancer:
             return math.inf
         finally:
             self._excluded = before
-        last = self._models[ends.index(max(ends))]
-        saved_s = last.saved(batch_samples, reduce_s) if reduce_s else 0.0
+        last, saved_s = ends.index(max(ends)), 0.0
+        # The times of micro-batches have only parts of it.
+        if reduce_s and self._passes(last, batch_samples) == 1:
+            saved_s = self._models[last].saved(batch_samples, reduce_s)
         return max(ends) * min(self.costs_s()) - saved_s
 
     def least_s(self, batch_samples: int) -> list[float]:

@@ -199,10 +199,10 @@ class RankTime:
 
         Time of the part beyond the known fixed time was attributed to samples.
         """
-        last = max(1, self.last_samples)
+        last, knee = max(1, self.last_samples), self.knee_samples
         part = min(part, self.of(last) / 2.0)  # times scatter
         beyond = max(0.0, part - self.cost * self.fixed_samples)
-        return part + beyond * (samples / last - 1.0)
+        return part + beyond * (max(samples, knee) / max(last, knee) - 1.0)
 
     def most_samples(self, samples: int, factor: float) -> float:
         """Returns the samples of a batch that takes ``factor`` times as long, at most.

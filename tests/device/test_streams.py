@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -127,3 +128,19 @@ def test_delays(device: torch.device, pattern: str) -> None:
             assert kernels_ms(main, 20) >= (4.0 if is_random else 20.0)
         if pattern != "compute late":
             assert kernels_ms(side, 20) >= (4.0 if is_random else 20.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_fork_is_refused(device: torch.device) -> None:
+    extension()
+    torch.ones(3, device=device)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            torch.manual_seed(0)  # skips the device
+            torch.ones(3, device=device)
+        except RuntimeError as error:
+            code = 7 if "cannot be used in a forked process" in str(error) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

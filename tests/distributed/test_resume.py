@@ -185,6 +185,23 @@ def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", [*POLICIES, "auto"])
+def test_three_ranks_then_two_then_four(policy: str, tmp_path: Path) -> None:
+    """Every sample of each epoch once, whichever rank had it."""
+    task = asking(policy, leave_out=False)  # rank 0 asks in its loop
+    draws, pairs = random.Random(policy), []
+    for world_size, left in ((3, 2), (2, 2), (4, 4)):
+        with RankPool(world_size) as pool:
+            saves = (draws.randrange(4, 9),) if world_size < 4 else ()
+            ranks = pool.serve(train, task, str(tmp_path), saves, world_size != 3)
+        if saves:
+            assert len(seen_before(tmp_path)) < len(all_pairs(ranks))
+            pairs += seen_before(tmp_path, range(left, world_size))  # ranks to come
+    assert_once(pairs + all_pairs(ranks), 3)
+    assert identical([rank.state for rank in ranks])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_loop_may_break_off_while_its_epoch_is_cut(

@@ -22,6 +22,7 @@ from tests.distributed.cases.survive_cases import (
     Counted,
     Trial,
     hold_the_gil,
+    pause,
     train,
 )
 from tests.distributed.cases.tasks import identical
@@ -44,6 +45,8 @@ CODED: dict[str, dict[str, Any]] = {
 }
 """Sums are formed in encoded form, by messages from rank to rank."""
 WAYS_AND_CODECS = WAYS | CODED
+PAUSE_S = 2.0
+"""Well below the silence of which a rank is dead."""
 
 
 def run_with(
@@ -263,6 +266,12 @@ def test_a_stopped_rank_is_killed_and_named(
     assert re.search(r"rank 1 has been silent .* elche has ended it", caplog.text)
 
 
+@pytest.mark.parametrize("policy", ["cadence", pytest.param("async", marks=SLOW)])
+def test_a_rank_that_is_stopped_for_a_while_lives(policy: str, tmp_path: Path) -> None:
+    survivors = outlive(tmp_path, (), policy, slow=(2, pause, PAUSE_S))
+    assert survivors[2].found[0] >= PAUSE_S, "the fault did not happen"
+
+
 def test_a_rank_that_holds_the_gil_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,6 +291,17 @@ def test_who_dies_evaluating_is_not_waited_for(meeting: str, tmp_path: Path) -> 
     deaths = (Death(2, "evaluating", 1),)
     survivors = outlive(tmp_path, deaths, "cadence", samples=160, meeting=meeting)
     assert [each.found for each in survivors] == [[(SIZE - 1) / 2] * 2] * 3
+
+
+def test_a_full_disk_of_one_rank_costs_one_checkpoint(tmp_path: Path) -> None:
+    ranks = outlive(tmp_path, (), "cadence", samples=160, meeting="save_on_a_full_disk")
+    for rank in (0, 2):
+        failed, second = ranks[rank].found
+        assert re.match(f"rank {rank} could not write .*File too large", failed)
+        assert second == "written"
+    newest = CheckpointStore(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.manifest.world_size == 4
 
 
 def test_a_checkpoint_waits_for_no_part_of_a_dead_rank(tmp_path: Path) -> None:

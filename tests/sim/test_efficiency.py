@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Drift, Link, SimulatedRun
+from elche.coordination.protocol.instructions import OpenWindow
+from elche.sim.cluster import Cluster, Device, Drift, Link, LinkChange, SimulatedRun
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 from tests.harness.settings import nested
-from tests.sim.checks import batches_of, shares_of, simulate
+from tests.sim.checks import batches_of, shares_of, simulate, told
 
 BATCH_SAMPLES = 32
 FAST_BATCH_S = 0.04
@@ -165,3 +166,27 @@ def test_shares_of_sync_converge_to_equal_times(
     report = report_of(sim)
     assert report.efficiency >= (0.93 if noise == "none" else 0.83)
     assert report.waits["reduction"] <= 0.03
+
+
+def test_the_anchor_grows_when_the_link_slows_and_comes_back() -> None:
+    cluster = cluster_of("cadence", (1.0, 1.0), cost=0.3, batches=8000)
+    changes = (
+        LinkChange(at_s=40.0, bytes_per_s=BYTES_PER_S / 10),
+        LinkChange(at_s=80.0, bytes_per_s=BYTES_PER_S),
+    )
+    sim = simulate(replace(cluster, link_changes=changes))
+    plans = {plan.window: plan for plan in told(sim, OpenWindow, 0)}
+    began_s, anchors = 0.0, []
+    for _, plan in sorted(plans.items()):
+        anchors.append((began_s, plan.planned_batches))
+        began_s += plan.wall_s or 0.0
+    before = max(count for at_s, count in anchors if 20.0 <= at_s < 35.0)
+    most = max(count for _, count in anchors)
+    assert 5 * before <= most <= 15 * before
+    slow = [count for at_s, count in anchors if at_s >= 40.0]
+    recovered = [count for at_s, count in anchors if at_s >= 90.0]
+    # Grown fivefold after 5 windows; then it falls by a batch in each window, until
+    # the overhead is half the target.
+    assert next(at for at, count in enumerate(slow) if count >= 5 * before) <= 6
+    back = next(at for at, count in enumerate(recovered) if count <= 2 * before + 1)
+    assert back <= most

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.gradients.part_weights import StepWeights, reference_of
+from elche.comm.gradients.part_weights import (
+    PartWeights,
+    StepPart,
+    StepWeights,
+    reference_of,
+)
+from elche.comm.norm.norm_scope import NormScope
+from elche.comm.transport.process_group import Group
 from tests.comm.bus import Bus
 from tests.comm.thread_group import on_ranks
 
@@ -81,3 +88,11 @@ def test_where_nothing_weighs_all_keep_what_the_first_rank_has_accumulated() -> 
         return factor
 
     assert on_ranks(3, factor_of) == [1.0, 0.0, 0.0]
+
+
+def test_normalisation_counts_no_part_of_weight_zero() -> None:
+    norms = NormScope()
+    weights = PartWeights([], Group.alone(1.0), norms)
+    for weight, expected in ((None, 0.5), (0.0, 0.0)):
+        weights.weigh(StepPart(0.5, 1, weight))
+        assert norms.loss_weight == expected

@@ -21,6 +21,7 @@ from tests.comm.transport.cases.host_sums import (
     messages_of,
     not_mapped,
     probed,
+    summed,
 )
 from tests.harness.rank_pool import RankPool
 
@@ -71,6 +72,22 @@ def of(hosts: str) -> list[dict[str, str]]:
     return [{"ELCHE_HOST": name} for name in hosts]
 
 
+@pytest.mark.parametrize("hosts", ["aabb", "abbc"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.every(2)
+def test_every_message_is_the_sum_on_every_rank(
+    ranks4: RankPool, hosts: str, dtype: torch.dtype
+) -> None:
+    found = ranks4.run(summed, dtype, case_setup=meeting, env=of(hosts))
+    sent = [messages_of(rank, 6, dtype) for rank in range(4)]
+    close = 1e-12 if dtype is torch.float64 else 0.05
+    for number, parts in enumerate(zip(*sent, strict=True)):
+        assert all(torch.equal(found[0][number], each[number]) for each in found)
+        torch.testing.assert_close(
+            found[0][number].double(), sum(parts).double(), rtol=close, atol=close
+        )
+
+
 def test_who_was_handed_a_sum_can_hand_it_on(ranks3: RankPool) -> None:
     """Where whoever had it dies before all that lacked it have taken it."""
     found = ranks3.run(handed_over_twice, case_setup=meeting, env=of("aab"))
@@ -110,8 +127,7 @@ def test_every_wait_has_a_deadline(
         assert bool(said) == bool(expected)
 
 
-def test_sums_that_come_a_pass_later_go_by_gloo(ranks3: RankPool) -> None:
-    """Between two passes no leader would do anything for its host."""
+def test_buckets_are_summed_by_hosts(ranks3: RankPool) -> None:
     found = ranks3.run(kind_of_bucket, case_setup=meeting, env=of("aab"))
     assert found == ["HostExchange"] * 3
 

@@ -14,7 +14,7 @@ from elche.coordination.accounts.batch_ranges import (
     without,
 )
 from elche.coordination.accounts.delivered_times import BatchCost
-from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
+from elche.coordination.accounts.epoch_parts import EpochRest, PartRanges, whole_end
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.instructions import EndEpoch
@@ -157,3 +157,12 @@ def test_a_range_loses_what_others_have_of_it() -> None:
 def test_a_batch_that_is_moved_to_the_device_is_not_waited_for() -> None:
     cost = BatchCost.measured(8, (1.0, 4.0, 9.0), 2.0, 0.5)
     assert (cost.busy_s, cost.data_wait_s, cost.transfer_s) == (7.5, 1.0, 2.0)
+
+
+def test_steps_counted_after_a_death_are_kept_by_later_cuts() -> None:
+    """Of three steps left for twelve positions, a cut after one leaves two."""
+    rest = EpochRest(BatchSizes.of([3] * 6), PartRanges(((6, 18),)), steps=3)
+    assert rest.part_sizes.runs == ((4, 3),)
+    cut = {"samples": 4, "sync_s": 0.0, "windows": 0, "anchor": 1, "left": ((4, 12),)}
+    end = EndEpoch(rank=0, epoch=0, **cut)  # type: ignore[arg-type]
+    assert rest.after(end).part_sizes.runs == ((4, 2),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
@@ -18,6 +19,8 @@ from tests.distributed.cases.late_sums import PATIENCE_S
 from tests.harness.waiting import until
 
 SIZE = 150
+ROOM_BYTES = 4096
+"""Less than the state of a random generator."""
 
 
 class Numbers(Dataset[float]):
@@ -101,6 +104,16 @@ class Meeting:
         said = _outcome_of(writer) if self._rank else ""
         elche.barrier()  # where a death is heard of
         return said or _outcome_of(writer)
+
+    def save_on_a_full_disk(self) -> str:
+        """The first time rank 2 has no room for its part."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if self._rank == 2 and not self.found:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, before[1]))
+        try:
+            return self.save_whole()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     def resume(self) -> None:
         elche.resume(self._checkpoints)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -252,6 +254,14 @@ def lose_the_order() -> None:
             group.wait_until(lambda: False, "a rank's death")
 
     SampleOrder.share = share  # type: ignore[method-assign]
+
+
+def pause(duration_s: float) -> float:
+    """Stops this process for a while; returns for how long."""
+    began_s, me = time.monotonic(), os.getpid()
+    with subprocess.Popen(["sh", "-c", f"sleep {duration_s}; kill -CONT {me}"]):
+        os.kill(me, signal.SIGSTOP)
+    return time.monotonic() - began_s
 
 
 def hold_the_gil(duration_s: float) -> float:

@@ -44,10 +44,17 @@ def test_a_killed_rank_is_outlived(policy: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_by_an_error_is_not_outlived() -> None:
-    done = run(3, "1", "quit", "async")
-    assert done.returncode == 7, done.stderr
-    assert "rank 1 failed: its process ended with code 7" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("0 kill cadence own", 137, "from the script's own InOrder, which no other"),
+        ("1 quit async", 7, "rank 1 failed: its process ended with code 7"),
+    ],
+)
+def test_what_a_run_does_not_outlive(words: str, code: int, says: str) -> None:
+    done = run(3, *words.split())
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
     assert "done" not in done.stdout
 
 

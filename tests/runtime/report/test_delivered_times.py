@@ -35,12 +35,13 @@ LOAD_S, MOVE_S, COMPUTE_S = 0.25, 0.5, 1.0
 class Slow(Dataset[Any]):
     """Samples that take long to load: on rank 1 three times as long as on rank 0."""
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, samples: int = SAMPLES) -> None:
         self.clock = clock
+        self.samples = samples
         self.loaded_s = 0.0
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self.samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
         load_s = LOAD_S * (1 + 2 * elche.rank())
@@ -106,6 +107,34 @@ def test_what_a_batch_cost_is_told_by_its_parts(ranks2: RankPool, policy: str) -
         parts_s = mine.loaded_s + mine.moved_s + mine.computed_s
         # A loaded machine adds microseconds that the ranks' own clock does not move.
         assert told.busy_s[rank] == pytest.approx(parts_s, rel=1e-4)
+
+
+def _shares(policy: str) -> tuple[float, ...]:
+    """All ranks' shares of the second epoch, where nothing but loading takes time."""
+    with virtual_clock() as clock:
+        model = nn.Linear(2, 1)
+        model, optimizer, loader = elche.setup(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-6),
+            DataLoader(Slow(clock, 480), BATCH_SIZE),
+            policy=policy,
+        )
+        for _ in range(2):
+            for x in loader:
+                model(x).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        shares = elche.epoch_metrics().shares
+        elche.shutdown()
+    return shares
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_loader_three_times_slower_gets_a_third(
+    ranks2: RankPool, policy: str
+) -> None:
+    for shares in ranks2.run(_shares, policy, case_setup=serve_in_thread):
+        assert shares == pytest.approx((0.75, 0.25), rel=0.05)
 
 
 def _reductions(is_emulated: bool) -> tuple[float, list[StepsDone]]:

@@ -47,6 +47,23 @@ def messages_of(rank: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]
     return [torch.randn(NUMEL, generator=generator, dtype=dtype) for _ in range(count)]
 
 
+def summed(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Messages one after the other, as the buckets of a pass are: two are under way."""
+    found: list[torch.Tensor] = []
+    with joined_hosts() as group:
+        pair = [open_by_hosts(group, NUMEL, dtype, CPU) for _ in range(2)]
+        sent = messages_of(group.rank, 6, dtype)
+        for first in range(0, 6, 2):
+            for exchange, message in zip(pair, sent[first:], strict=False):
+                exchange.reclaim("a test")
+                exchange.contribution(0).copy_(message)
+                exchange.begin(0)
+                exchange.poll()
+            found += [exchange.finish("a test").clone() for exchange in pair]
+        group.all_reduce(torch.zeros(1), "the end")
+    return found
+
+
 def not_mapped(victim: int) -> bool:
     """Whether all ranks sum by gloo where one cannot map its host's memory."""
     if this_place().rank == victim:

@@ -1,4 +1,4 @@
-"""A script in which a rank ends in some way: `outlived.py RANK HOW POLICY`."""
+"""A script in which a rank ends in some way: `outlived.py RANK HOW POLICY [own]`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 import time
+from typing import Any
+
+from torch.utils.data import SequentialSampler
 
 import elche
 from tests.harness.small_loop import begin, sum_of, take_step
@@ -13,7 +16,15 @@ from tests.harness.small_loop import begin, sum_of, take_step
 ENDS_AT = 6
 rank, how, policy = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 own = elche.rank()
-model, optimizer, loader = begin(400, 4, {"shuffle": True}, policy=policy)
+
+
+class InOrder(SequentialSampler):
+    """A sampler of the script's own, whose state elche cannot know."""
+
+
+order: dict[str, Any] = {"sampler": InOrder(range(400))} if "own" in sys.argv else {}
+order = order or {"shuffle": True}
+model, optimizer, loader = begin(400, 4, order, policy=policy)
 for epoch in range(2):
     for number, (x,) in enumerate(loader):
         if (own, epoch, number) == (rank, 0, ENDS_AT):

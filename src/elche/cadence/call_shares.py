@@ -16,7 +16,7 @@ FACTS = 3
 
 @final
 class CallShares:
-    """Splits n samples by delivered speed, alike on every rank, from equal reports."""
+    """Splits n samples by delivered speed; equal reports give equal splits."""
 
     least_s: Callable[[int], float] | None = None
     """Least time (s) of a part of so many samples, on an emulated device."""
@@ -66,7 +66,7 @@ class CallShares:
         return samples / (count or 1), busy_s / (count or 1), float(self._digest)
 
     def report(self, rows: Sequence[Sequence[float]]) -> None:
-        """Records the facts of all ranks; another group's are only compared.
+        """Records the facts of all ranks; facts of another group are only compared.
 
         Raises:
             ProtocolError: ranks called with different numbers, or not equally often.

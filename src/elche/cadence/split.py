@@ -96,10 +96,9 @@ def split_for_makespan(
 def clip_split(
     parts: Sequence[int], total: int, minimum: int
 ) -> tuple[int, ...] | None:
-    """Divides a smaller batch where a larger batch was divided, keeping samples' ranks.
+    """Clips the shares of a larger batch to a smaller one, keeping samples' ranks.
 
-    Only the last samples move to later ranks, if these would have less than the
-    minimum.
+    Only the last samples move to later ranks that would have less than the minimum.
 
     Args:
         parts: shares of the larger batch, each at least the minimum or 0.
@@ -203,12 +202,12 @@ def best_step_s(
 def whole_sample_bound(
     batch: int, sample_s: Sequence[float]
 ) -> tuple[float, int | None] | None:
-    """Returns the fraction of speed left by whole samples, and a large enough batch.
+    """Returns the fraction of speed that whole samples leave, and a sufficient batch.
 
     Returns:
         The fraction left, and the first doubling of the batch from which less than
         `SMALL` is lost, or None. (A few larger batches are tried as well, since a
-        single size may divide well by luck.) None if less than `WORTH_NAMING` is.
+        single size may divide well by luck.) None if less than `WORTH_NAMING` is lost.
     """
     speed = sum(1.0 / each for each in sample_s)
 

@@ -101,7 +101,7 @@ class RunRecord:
         return []
 
     def clock_s(self, wall_s: float, host_s: float) -> float:
-        """Returns the run clock's offset to a host's; coordinator restarts count."""
+        """Returns the run clock's offset (s) to a host's; it includes restarts."""
         return max(self.now_s, wall_s) - host_s
 
     def expects(self, rank: int) -> bool:

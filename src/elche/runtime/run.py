@@ -1,4 +1,4 @@
-"""One training run on several ranks, as one rank holds it."""
+"""One rank's side of a training run on several ranks."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Run:
 
         Raises:
             MismatchError: ranks disagree.
-            CommunicationError: the ranks did not come together.
+            CommunicationError: the ranks did not connect in time.
         """
         config, model, loader = training.config, training.model, training.loader
         hints = config.speed_hints
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def progress_samples(self) -> float:
-        """Samples of the run so far, the same function on every rank."""
+        """Samples of the run so far: the same function of progress on every rank."""
         self._observer.schedulers.rates.has_read_progress = True
         return self.samples_done
 
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def progress_steps(self) -> float:
-        """Steps of the run so far, the same function on every rank."""
+        """Steps of the run so far: the same function of progress on every rank."""
         self._observer.schedulers.rates.has_read_progress = True
         return self.epochs.progress_steps
 

@@ -49,7 +49,8 @@ def barrier() -> None:
 
     Raises:
         RemoteRankError: another rank failed meanwhile.
-        NonFiniteError: the run has ended by it, which a ``break`` cannot raise.
+        NonFiniteError: the run has ended with this error, which a ``break`` cannot
+            raise.
         CommunicationError: a rank is lost; `DeadlineError` if one did not call it
             within ``timeout_s``.
         ConfigError: it is called inside a loop under ``cadence``, where ranks run
@@ -81,10 +82,10 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
 
     Ranks may pass different numbers of rows; under ``sync`` the result is in the order
     of the global batch, on every rank. elche weighs each rank's loss by its samples (or
-    by ``weight_of``), and the gradient follows that: it is that of the whole batch if
-    every rank computes the mean loss over all rows, or the mean loss of its own rows
-    against all. A rank whose `elche.batch_weight` is 0 adds no rows. Labels and other
-    tensors without gradient are passed through, in any dtype.
+    by ``weight_of``). So the gradient is that of the whole batch if every rank computes
+    the mean loss over all rows, or the mean loss of its own rows against all. A rank
+    whose `elche.batch_weight` is 0 adds no rows. Labels and other tensors without
+    gradient are passed through, in any dtype.
 
     Every rank calls it equally often, and every rank or none runs backward through it.
     On one device it returns the tensor. Outside the loop ranks' losses weigh equally.

@@ -32,7 +32,7 @@ class WindowSync(ABC):
 
     is_overlapped = False
     weighs_gradients = False
-    """True if gradients are weighed by the batch in hand."""
+    """True if gradients are weighed by the current batch's weight."""
     is_common_step = False
     """True if the window's end is a step of the optimizer, the same on every rank."""
     takes_steps = True
@@ -128,7 +128,7 @@ class WindowSync(ABC):
         """
 
     def reduce(self, plan: Reduce) -> SyncResult:
-        """Reduces now, waiting for the others."""
+        """Runs a planned reduction, waiting for the other ranks."""
         raise ProtocolError(f"window {plan.window} is only reduced overlapped")
 
     def begin(self, plan: Reduce) -> None:

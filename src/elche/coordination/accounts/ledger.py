@@ -216,7 +216,7 @@ class EpochLedger:
             del self._holdings[holder]
 
     def positions_left(self) -> tuple[Range, ...]:
-        """Returns positions that are pooled, or were when the epoch was abandoned."""
+        """Returns pooled positions, and those in the pool when the loop ended early."""
         return tuple(
             (self.sizes.position_of(start), self.sizes.position_of(stop))
             for start, stop in joined([*self._abandoned, *self._pool])

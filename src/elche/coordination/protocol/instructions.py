@@ -59,7 +59,7 @@ class LeaveOut(EpochMessage):
     """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
 
     () readmits all ranks. If the participants change, no granted step is open.
-    ``reason`` is a line for the user, which may come without a change.
+    ``reason`` is a line for the user, sent with or without a change.
     """
 
     left_out: tuple[int, ...]

@@ -7,8 +7,8 @@ rank takes part in each epoch's first step and copies the model at the epoch's e
 Trials measure whether it has become fast enough; they cost at most 2 % of the time, and
 each one that fails doubles the time to the next.
 
-Where state moves with a rank's batches that elche cannot copy (`STALE`), the exclusion
-is final: the rank's part of each epoch's first step is empty, and no trial follows.
+If a rank's batches change state that elche cannot copy (`STALE`), the exclusion is
+final: the rank's part of each epoch's first step is empty, and no trial follows.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class ExcludedRanks:
         return _Exclusion(ranks, step_s, without_s)
 
     def _is_alone(self, excluded: Sequence[int]) -> bool:
-        """True if only one rank stays active, which reduces with none."""
+        """True if only one rank stays active, and so reduces with no other."""
         return len(excluded) == len(self._members) - 1
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:

@@ -7,8 +7,8 @@ backward pass since its last finite gradient. Under a GradScaler that happens of
 is harmless: the next step's gradients are finite again. Only if the parameters are NaN
 is a rank named: the first with a non-finite gradient. A second pass of a step adds to
 the reduced gradients of the first, which are then non-finite on all ranks, so passes
-are distinguished. Parameters are, too, because passes may be of different parts of the
-model.
+are distinguished. Parameters are distinguished too: passes may be of different parts of
+the model.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class EarlyEnd:
         ]
 
     def settle(self, members: Set[int], *, is_needed: bool) -> int | None:
-        """Returns the rank whose model all copy after the granted steps, once.
+        """Returns, once, the rank whose model all copy after the granted steps.
 
         That rank has run all of them, or has left last.
 

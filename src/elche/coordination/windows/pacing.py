@@ -133,7 +133,7 @@ class Pacing:
             parts: each rank's work in the window.
             last: the reduction before it, if there was one.
             is_tail: whether the window is the last of its epoch, or shortened.
-            idle: ranks that windows are not paced by, whatever they did.
+            idle: ranks that do not pace windows, whatever work they did.
 
         Returns:
             The change of the anchor as text, or "".

@@ -153,7 +153,7 @@ class WindowState:
         is_paused: the membership has changed; nothing starts until all members have
             formed the new group, in any phase of the epoch.
         mean_over: number of ranks that batches are cut for; see `Reduce`.
-        diverged: by rank whose last update was not finite: its batches since then.
+        diverged: batches of each rank since its last update, if that was not finite.
         running: the reduction in flight, at most one.
         last: last reduction whose result all ranks hold.
         uncalibrated: ranks to measure before windows have a length.

@@ -25,8 +25,8 @@ PARTS: Final = ("data_wait", "transfer", "compute", "sync_wait")
 class ChartRows:
     """Windows of a history as they are now, merged to at most ``most`` rows.
 
-    Later rows begin with the same ones, until the least duration doubles, the history
-    is merged, or the run restarts.
+    Later rows begin with the earlier ones, until the least duration doubles, the
+    history is merged, or the run restarts.
     """
 
     def __init__(self, history: RunHistory, most: int = MOST_ROWS) -> None:

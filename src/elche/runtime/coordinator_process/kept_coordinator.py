@@ -58,8 +58,8 @@ class KeptCoordinator:
         on_lost: called with a lost rank that the run survives, before the others are
             notified: its process must be ended.
         on_end: called with the kind of `Abort` that ends the run.
-        on_message: called with each message that records are made of, once, in the
-            journal's order; to be set before the start.
+        on_message: called once with each message that records are made of, in the
+            journal's order; set it before the start.
     """
 
     def __init__(

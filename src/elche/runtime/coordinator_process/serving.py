@@ -106,7 +106,7 @@ class CoordinatorChild:
             self._pending.extend(self._link.receive(waits=False))
         except (EOFError, OSError):
             os._exit(0)  # the launcher's ranks end by themselves
-        # After the messages that ranks sent before their end.
+        # Handled after messages that ranks sent before their end.
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
     def _handle_pending(self) -> None:

@@ -82,7 +82,7 @@ class Stamp(NamedTuple):
 class Stamped(NamedTuple):
     """Data, with the `Stamp` of the process that loaded it.
 
-    A plain tuple on its way between processes, which is pinned like any other.
+    Sent between processes as a plain tuple, so it is pinned like any other.
     """
 
     data: Any

@@ -46,12 +46,11 @@ class RankBackend(Protocol):
     async def start(
         self, rank: int, place: int, environment: dict[str, str]
     ) -> RankProcess:
-        """Starts a rank; does not wait where no machine has room for it yet.
+        """Starts a rank, without waiting for a machine that has room for it.
 
         Args:
             rank: its number.
-            place: number of its device: that of the initial rank that it is or
-                replaces.
+            place: number of its device: that of the initial rank, for replacements too.
             environment: its variables, beside those of the place.
         """
 

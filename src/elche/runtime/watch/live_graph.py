@@ -10,10 +10,9 @@ be ahead:
 
 A *live graph* is that of a forward pass whose backward pass has not come. A hook on the
 model's outputs detects that pass: autograd calls it before any gradient of the graph
-exists. A container without a forward pass (a ``ModuleList``) is called by its parts.
-Some forward passes are seen by no hook (of a model compiled after set-up, or called by
-another method). They count for the current batch, if no earlier batch has a pending
-pass.
+exists. Of a container without a forward pass (``ModuleList``), the parts are called.
+Hooks miss some forward passes (of a model compiled after set-up, or called by another
+method). These count for the current batch, if no earlier batch has a pending pass.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """NaN/Inf checks of a rank's unreduced gradients, and of the parameters.
 
-Where a loss is NaN or Inf, nearly every gradient is: small tensors show it. The first
-and the last gradient of a backward pass are checked: the last, near the model's
-input, also shows errors on the way, and the first may be of another part of the
-model, as of actor and critic. Sums are kept on their device, and copied to the host
-behind what is computed when a report is due, so that nothing waits.
+A NaN or Inf loss makes nearly every gradient NaN or Inf, so small tensors suffice. Of
+each backward pass, the first and the last gradient are checked. The last, near the
+model's input, also shows later errors. The first may be of another part of the model
+(actor and critic). Sums stay on their device. When a report is due, their copies to the
+host are enqueued behind its work, so nothing waits.
 """
 
 from __future__ import annotations

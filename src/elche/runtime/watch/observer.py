@@ -10,8 +10,8 @@ next batch      the epoch                            all but the guard
 ==============  ===================================  =================================
 
 An excluded rank, and one that joins, adopts model and optimizers. Other state that its
-loop would have moved with its batches stays behind. So where such state is seen, no
-rank joins, and none is excluded or returns (`STALE`: none returns).
+loop would have changed is not copied. So if such state is seen, no rank joins, and none
+is excluded or returns (`STALE`: none returns).
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class BucketQueue:
 
         Args:
             scale: factor of this rank's gradients.
-            first: parameter of the pass's first gradient, which stays, while other
-                large ones are dropped where the contribution holds them; None: all
-                stay. Those of the last bucket stay, and sums with additions.
+            first: parameter of the pass's first gradient, which stays. Other large ones
+                that the contribution holds are dropped, except in the last bucket and
+                in sums with additions. None: all stay.
 
         The first sum of this pass implies that all ranks have the last pass's sums, so
         the gradients that those replaced are released.

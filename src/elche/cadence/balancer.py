@@ -39,7 +39,7 @@ _Times: TypeAlias = tuple[list[float], list[float]]
 
 
 WARM_UP_SIZES = 4
-"""Sizes of a rank up to which a split follows each report of the warm-up."""
+"""Number of sizes of a rank up to which splits follow every warm-up report."""
 REBALANCE_GAIN = 0.03
 """Least predicted cut of step time that changes the split, as a fraction."""
 SLACK = 0.42

@@ -247,13 +247,13 @@ def _sizes(fleet: Fleet) -> list[int]:
 
 
 def _is_same(option: Prediction, other: Prediction) -> bool:
-    """True for the same ranks under the same policy; a rank alone has none."""
+    """True for the same ranks and policy; a rank alone may have any policy."""
     is_same = len(option.ranks) == 1 or option.policy == other.policy
     return is_same and set(option.ranks) == set(other.ranks)
 
 
 def _is_clear(option: Prediction, other: Prediction, doubt: float) -> bool:
-    """True if ``option`` is better by the margin, and than ``sync`` even at worst.
+    """True if ``option`` is better by the margin, and beats ``sync`` even at worst.
 
     Against a single device, the margin is at least the doubt of its measured times.
     """

@@ -155,12 +155,12 @@ class RankTime:
     def line(self, ranks: Sequence[RankTime] = ()) -> tuple[float, float]:
         """Returns a batch's fixed time and time per sample, by the likeliest line.
 
-        It changes sooner than the predicting shape, which needs clear evidence.
+        It changes sooner than the shape for predictions, which needs clear evidence.
 
         Args:
-            ranks: ranks whose evidence counts as well: the fixed part is about as many
-                samples on all devices, or as many seconds, unless this rank's evidence
-                is clearly different.
+            ranks: ranks whose evidence counts as well: devices have about equal fixed
+                parts, in samples or in seconds, unless this rank's evidence clearly
+                differs.
         """
         others = [
             (each._against, [(each._fixed_s(i), each._against[i]) for i in each._lines])

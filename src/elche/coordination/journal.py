@@ -30,8 +30,8 @@ class Entry:
     """One input of the coordinator.
 
     Attributes:
-        source: rank whose stream delivered it, or `LAUNCHER`; both are counted.
-            None for events of the coordinator's own shell.
+        source: rank whose stream delivered it, or `LAUNCHER`; inputs of both are
+            counted. None for events of the coordinator's own shell.
         what: an event, or other input to record.
         now_s: time of receipt.
     """

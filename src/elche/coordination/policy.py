@@ -24,9 +24,8 @@ next decision.
 """
 
 TABLE_RANKS = 64
-"""Largest world size at which all ranks receive metrics per rank; beyond it, only the
-first does, others receive totals. Tables for 10,000 ranks would take 3 GB at every
-epoch's end.
+"""Most ranks of which all receive metrics per rank; beyond it, all but the first
+receive totals. Tables for 10,000 ranks would take 3 GB at every epoch's end.
 """
 
 

@@ -184,7 +184,7 @@ class Coordinator:
         return self._story.of_rank(rank)
 
     def lease_story(self, batch: int, epoch: int | None = None) -> list[str]:
-        """Returns messages that leased or trained a batch; None is the latest epoch."""
+        """Returns messages that leased or trained a batch; epoch None: the latest."""
         if epoch is None:
             epoch = -1 if self._epochs is None else self._epochs.number
         return self._story.of_batch(batch, epoch)

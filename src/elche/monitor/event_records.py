@@ -67,8 +67,8 @@ class SpeedWatch:
     """Watches ranks that share the work of a run under one policy.
 
     Speed is samples over time of own work, in intervals of a second. It has changed
-    when the latest intervals all differ from the usual speed by `FACTOR`; theirs is
-    then the usual speed. So noise below the root of `FACTOR` (22%) is no change.
+    when the latest intervals all differ from the usual speed by `FACTOR`; they then
+    define the usual speed. So noise below the root of `FACTOR` (22%) is no change.
 
     Shares follow a rank that changes. As batches have fixed costs, the other ranks'
     speeds follow, too: by less, and the other way. Such changes are not returned.
@@ -81,7 +81,7 @@ class SpeedWatch:
     def observe(
         self, window: dict[str, Any], ranks: Set[int]
     ) -> list[tuple[str, str, int]]:
-        """Returns name, text and rank of changes in a further ``window`` record."""
+        """Returns name, text and rank of each change in the next ``window`` record."""
         names = "rank_samples", "discarded_samples", "busy_s"
         for rank, row in enumerate(zip(*map(window.get, names), strict=True)):
             samples, time_s = self._work.get(rank, (0, 0.0))

@@ -44,13 +44,13 @@ from elche.runtime.windows.synchroniser import Synchroniser
 logger = logging.getLogger(__name__)
 HELD = (
     "elche: the run ended inside an epoch whose iterator the script still held "
-    "(next() on it, say): under policy {!r} the model that it read after that was "
-    "each rank's own, not the common one; write `for batch in loader.steps(n):`"
+    "(next() on it, say): under policy {!r} each rank then holds its own model, not "
+    "the common one; write `for batch in loader.steps(n):`"
 )
 UNSTEPPED = (
     "elche: rank %d took no optimizer step after the backward passes of its last %d "
-    "batches: under policy %r it runs its own number of batches, so that `i + 1 == "
-    "len(loader)` never comes; accumulate inside a batch, or choose policy 'sync'"
+    "batches: under policy %r it runs its own number of batches, so `i + 1 == "
+    "len(loader)` may never hold; accumulate inside a batch, or choose policy 'sync'"
 )
 
 

@@ -32,8 +32,7 @@ def epochs(count: int) -> Iterator[int]:
         count: epochs of the whole run.
 
     Raises:
-        ConfigError: ``count`` is no number of epochs, or there is no run and no
-            pipeline.
+        ConfigError: ``count`` is invalid, or there is no run and no pipeline.
     """
     check_whole("the number of epochs", count, 0)
     _needs_run("epochs")

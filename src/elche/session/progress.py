@@ -127,9 +127,9 @@ def follow(scheduler: Scheduler) -> Scheduler:
         The scheduler.
 
     Raises:
-        ConfigError: it is no scheduler of torch's, there is no run yet, or this is the
-            inside of a loop. Calls inside a loop of windows raise it too where they
-            have an argument, or come twice in a batch.
+        ConfigError: it is no scheduler of torch's, there is no run yet, or it is called
+            inside a loop. Calls inside a loop of windows raise it too where they have
+            an argument, or come twice in a batch.
     """
     check_scheduler(scheduler)
     run = needed(process.run, "follow")

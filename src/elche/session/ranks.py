@@ -96,7 +96,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
             ``weighted_all_reduce_gradients``; None for equal ranks.
 
     Raises:
-        ConfigError: this is no tensor with rows, there is no run, or the ranks train in
+        ConfigError: ``tensor`` has no rows, there is no run, or the ranks train in
             windows, where their batches differ in number.
         MismatchError: ranks pass rows of different shapes or dtypes, or a gradient on
             some only.
@@ -133,12 +133,11 @@ def gather(rows: Tree) -> Tree:
 
     Args:
         rows: a tensor, or tensors in lists, tuples and dictionaries; each this rank's
-            rows along its first dimension. A tensor without one is one row.
+            rows along its first dimension. A scalar tensor is one row.
 
     Raises:
-        ConfigError: a value of another type is nested in it, there is no run, or this
-            is the inside of a loop in windows, where ranks run different numbers of
-            batches.
+        ConfigError: a nested value has another type, there is no run, or it is called
+            inside a loop in windows, where ranks run different numbers of batches.
         MismatchError: ranks pass rows of different shapes or dtypes.
         CommunicationError: a rank did not call it in time.
     """

@@ -97,7 +97,7 @@ def setup(
         ConfigError: an argument is wrong, or cannot be trained on several ranks.
         MismatchError: ranks disagree about model, data or settings.
         RemoteRankError: another rank failed meanwhile; the loader raises these as well.
-        CommunicationError: the ranks did not come together within ``timeout_s``.
+        CommunicationError: the ranks did not connect within ``timeout_s``.
     """
     asked = SetupConfig(
         config=run_config(config, options),

@@ -125,9 +125,9 @@ class Pacing:
     ) -> str:
         """Feeds El Che with the delivered times of a closed window.
 
-        A window's cost beside its batches is the reduction, plus the wait at its end
-        beyond what whole batches explain. An epoch's last window measures neither. The
-        wait of a diverged rank does not count.
+        Beside its batches, a window costs the reduction, and the wait at its end that
+        whole batches do not explain. An epoch's last window measures neither. The wait
+        of a diverged rank does not count.
 
         Args:
             parts: each rank's work in the window.
@@ -172,7 +172,7 @@ class Pacing:
     def reduction_s(self) -> float | None:
         """Time (s) of an overlapped reduction: the median of the last three.
 
-        Of two, the smaller one, so that a spike has no effect; None without any.
+        Of two, the smaller one, so that a spike has no effect. None if there was none.
         """
         return median_low(self._taken_s) if self._taken_s else None
 

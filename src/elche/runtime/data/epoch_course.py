@@ -147,7 +147,7 @@ class EpochCourse:
         """Restores a course from :meth:`state_dict`.
 
         Raises:
-            ConfigError: the state is not one of this version.
+            ConfigError: another version of elche wrote the state.
         """
         if set(state) != STATE_KEYS:
             raise ConfigError(

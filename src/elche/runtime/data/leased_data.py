@@ -190,7 +190,7 @@ class BatchFeed(Generic[Tag]):
         return self._own.next() if self.has_work else None
 
     def _draw_own(self) -> tuple[Tag, Any] | None:
-        """The next batch for the user's own iteration, which sees no empty ones."""
+        """The next batch for the user's own iteration; skips empty batches."""
         got = None
         while got is None and self.has_work:
             got = self._draw()

@@ -129,7 +129,7 @@ class CoordinatorServer:
     def take(self, *events: Input) -> None:
         """Applies events to the core and sends its instructions.
 
-        The instructions to one rank are sent in one piece: it wakes up for them once.
+        The instructions to one rank are sent in one piece, so that it wakes up once.
         """
         self.take_from(None, None, events)
 

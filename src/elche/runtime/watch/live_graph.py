@@ -39,8 +39,8 @@ A pass is late if it reaches the graph of a batch before the current one; the se
 argument is None if it is the pass's first graph."""
 UNCLEAR = (
     "the loop fetched batches ahead, or skipped some, and elche cannot tell to which "
-    "batch this pass belongs, nor the weight of its gradients: call model(...) with "
-    "the loader's own tensors (convert them inside its forward; torch.compile before "
+    "batch this pass belongs, so its weight is unknown. Call model(...) with the "
+    "loader's own tensors (convert them inside forward; torch.compile before "
     "elche.setup), or run forward and backward before the next batch is fetched"
 )
 ITERATED_ELSEWHERE = (
@@ -164,7 +164,7 @@ class LiveGraph:
             ]
 
     def begin(self, batch: Any, data: Any = None) -> None:
-        """Records a batch that is yielded: its label, and its data for the loop."""
+        """Records a yielded batch: its label, and the data that the loop receives."""
         self._current = current = BatchForwards(batch, self._moves, self._number)
         self._number += 1
         if len(self._of) >= self._most:

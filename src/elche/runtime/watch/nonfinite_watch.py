@@ -98,7 +98,7 @@ class NonFiniteWatch:
                     self._record.gradients(*of, is_finite=is_finite)
 
     def _keep(self, of: _Seen, *tensors: torch.Tensor) -> None:
-        """Buffers the largest sum of a tensor, NaN if one is, to be read later."""
+        """Buffers the largest of the tensors' sums, or NaN, to be read later."""
         total = None
         for tensor in tensors:
             while tensor.numel() > SMALL_ELEMENTS and tensor.dim():

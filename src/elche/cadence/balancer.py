@@ -205,10 +205,10 @@ class Balancer:
     def trial(self, batch_samples: int, steps: int) -> tuple[int, ...] | None:
         """Returns a split to run once, which measures a larger share of one rank.
 
-        With few samples, a fixed cost looks like a slow rank that is not worth another
-        sample. Only a measurement at another size can refute this.
-        Ranks that wait for others are tried in turn. A trial's share is the largest
-        whose cost stays within the budget even if no part of the time is fixed.
+        With few samples, a rank with a fixed cost looks too slow for another sample.
+        Only a measurement at another size can refute this. Ranks that wait for others
+        are tried in turn. A trial's share is the largest whose cost stays within the
+        budget even if no part of the time is fixed.
 
         Args:
             batch_samples: samples of the global batch.
@@ -323,8 +323,8 @@ class Balancer:
         """Returns `_times` with slack for ranks whose times scatter.
 
         A step takes as long as the longest of noisy times. It is shortest, on average,
-        if a rank's probability of ending last is proportional to its speed: a sample
-        less saves a slow rank more. Ranks of one speed get equal slack.
+        if a rank's probability of ending last is proportional to its speed: a slow rank
+        saves more time per sample. Ranks of one speed get equal slack.
         """
         costs, fixed = self._times()
         ranks = [rank for rank in range(self.world_size) if rank not in self._excluded]
@@ -435,7 +435,7 @@ class Balancer:
         return total if self._accumulates else min(cap, total)
 
     def _serving(self, total: int, minimum: int, times: _Times) -> list[int]:
-        """Returns the ranks that get a share: as many as can have the least one.
+        """Returns the ranks that get a share: as many as the least shares allow.
 
         If not all can, it picks the fastest ranks that get more than the least one, or
         if these cannot hold the batch, the ranks that hold most.

@@ -39,7 +39,7 @@ class CallShares:
         return self._began_s + self._waited_s + least_s
 
     def split(self, samples: int, now_s: float) -> range:
-        """Ends the last part, and returns this rank's part of so many samples.
+        """Ends the last part, and returns this rank's part of ``samples`` samples.
 
         Raises:
             ConfigError: ``samples`` is not a whole number of at least 1.

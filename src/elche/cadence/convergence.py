@@ -65,8 +65,8 @@ def optimizer_kind(names: Iterable[str]) -> str:
     """Returns the kind of a model's optimizers, by the names of their classes.
 
     Args:
-        names: class names. Muon beside another optimizer counts as Muon; anything
-            else but SGD alone counts as Adam, which costs most.
+        names: class names. Muon beside another optimizer counts as Muon. SGD alone
+            counts as SGD, and anything else as Adam, which costs most.
     """
     known = set(names)
     if any("muon" in name.lower() for name in known):
@@ -84,7 +84,7 @@ def sample_efficiency(
     global_batch: float = 1.0,
     optimizer: str = "adam",
 ) -> float:
-    """Returns the samples to a given loss on one device, over those of the policy.
+    """Returns the samples that one device needs to a loss, over the policy's samples.
 
     The table is interpolated linearly in the logarithms of world size, window and
     efficiency; the last slope continues beyond it. Windows shorter than the first knot

@@ -62,7 +62,7 @@ class MeasuredCluster:
         copy_batches: cost of a snapshot and an adoption in ``async``, in a rank's own
             batches per window.
         min_share_samples: least samples of a rank in a step of ``sync``; a rank without
-            a share runs its loop on as many samples that do not count.
+            a share runs its loop on that many, which do not count.
         sync_batch_size: samples of a global batch, the step of ``sync`` and of one
             device alone; None if equal to ``batch_size``.
         run_batches: number of global batches in the whole run.
@@ -127,7 +127,7 @@ class Prediction:
         window_s: time (s) from one synchronisation to the next.
         lag_batches: batches of the fastest rank until an average arrives.
         hardware_efficiency: 0 to 1, relative to what each device delivers alone on
-            global batches, so the fixed time of smaller local batches lowers it.
+            global batches, so fixed times of smaller local batches lower it.
         sample_efficiency: 0 to 1.
         goodput: product of both and the summed speed, relative to the cluster's
             fastest device alone.

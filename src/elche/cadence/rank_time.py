@@ -76,8 +76,8 @@ class RankTime:
     a rise is limited instead.
 
     A batch of another size is predicted well by some shapes and badly by others: that
-    is the evidence. Batches of one size and a changed speed give none, and earlier
-    evidence stays. The shape changes only on clear evidence; at first it is 0,
+    is the evidence. Batches of one size, or a changed speed, give no evidence, and
+    earlier evidence stays. The shape changes only on clear evidence; at first it is 0,
     proportional. Levels and evidence of all shapes are kept only from the second size.
 
     Any units of work and of time are valid if they do not change.

@@ -2,7 +2,7 @@
 
 `best_step_s` is a lower bound for synchronous data parallelism. A sample is not
 divided, and each rank with samples pays its time per batch (fixed cost of a pass,
-optimizer) beside its samples' time. The longest rank's time is the step.
+optimizer) in addition to its samples' time. The longest rank's time is the step.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def clip_split(
         minimum: least share of a rank that has one.
 
     Returns:
-        One share per rank, with sum ``total``; None if that is too small for all.
+        One share per rank, with sum ``total``; None if ``total`` is too small for all.
     """
     owed = minimum * sum(part > 0 for part in parts)
     if total < owed:

@@ -48,7 +48,7 @@ class RankStream:
     Attributes:
         name: stream name, by which a rank is recognised when it reconnects.
         taken: number of messages received from the rank.
-        acknowledged: number of them acknowledged to the rank.
+        acknowledged: number of these messages acknowledged to the rank.
         pending: instructions that the rank may not have received.
     """
 

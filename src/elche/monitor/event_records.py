@@ -71,7 +71,7 @@ class SpeedWatch:
     define the usual speed. So noise below the root of `FACTOR` (22%) is no change.
 
     Shares follow a rank that changes. As batches have fixed costs, the other ranks'
-    speeds follow, too: by less, and the other way. Such changes are not returned.
+    speeds follow as well: less, in the other direction. These changes are not returned.
     """
 
     def __init__(self) -> None:

@@ -17,8 +17,8 @@ from elche.session.process import process, shutdown
 def epochs(count: int) -> Iterator[int]:
     """Yields the numbers of the remaining epochs.
 
-    A fresh run gets all of them. A run resumed inside an epoch gets that one first, and
-    the loader then yields only the rest of it::
+    A fresh run gets all of them. A run resumed inside an epoch gets that epoch first,
+    and the loader then yields only its rest::
 
         for epoch in elche.epochs(10):
             for x, y in loader:

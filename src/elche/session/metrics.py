@@ -96,7 +96,7 @@ def timeline(path: str | Path | None = None) -> list[Span]:
     """Timeline of this rank: waits for data, batches, synchronisations.
 
     Times are of the host's monotonic clock, which its ranks share. The newest 200,000
-    batches are kept. ``elche run --trace FILE`` writes that of all ranks.
+    batches are kept. ``elche run --trace FILE`` writes all ranks' timelines.
 
     Args:
         path: file for it as a Chrome trace, which ui.perfetto.dev opens.

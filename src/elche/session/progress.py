@@ -111,9 +111,9 @@ def follow(scheduler: Scheduler) -> Scheduler:
     The loop's own ``scheduler.step()`` stays where it is. In windows (``cadence``,
     ``async``, ``auto``) it only shows elche after how many batches the schedule moves.
     elche steps it as often as one device would have, by the samples of all ranks. At
-    the epoch's end its ``state_dict()`` is that of one device. Between epochs the call
-    is torch's own, with the mean over ranks of ReduceLROnPlateau's metric. Under
-    ``sync`` and on one device nothing changes. ::
+    the epoch's end its ``state_dict()`` is the same as on one device. Between epochs
+    the call is torch's own, with the mean over ranks of ReduceLROnPlateau's metric.
+    Under ``sync`` and on one device nothing changes. ::
 
         model, optimizer, loader = elche.setup(model, optimizer, loader)
         scheduler = elche.follow(CosineAnnealingLR(optimizer, epochs * len(loader)))

@@ -150,8 +150,8 @@ def any(flag: bool | torch.Tensor) -> bool:
 
     To stop by hand together: ``if elche.any(loss_is_bad): break``. Every rank calls it
     equally often: between epochs, or inside the loop under ``sync``, where it costs a
-    small synchronisation. In windows it is refused there, and not needed: a ``break``
-    on one rank ends the epoch on all.
+    small synchronisation. Inside a loop in windows it is refused, and not needed: a
+    ``break`` on one rank ends the epoch on all.
 
     Args:
         flag: flag of this rank.

@@ -40,7 +40,7 @@ class EpochLedger:
     """Account of one epoch's batches.
 
     A batch moves from the pool to a *lease*, is *trained*, *closed* with its window,
-    *staged* while that is reduced, and *committed*. It is *discarded* if its window's
+    *staged* during the reduction, and *committed*. It is *discarded* if its window's
     update is not finite. A lost holder's batches return to the pool unless they are
     committed or discarded. A grant costs the same for any number of holders.
 

@@ -109,8 +109,8 @@ class WindowClosed(WindowMessage):
 
     ``changed_buffers`` are indices of float buffers written since the last reduction.
     ``is_finite`` is False if the update cannot be used. ``has_moved`` is False if the
-    update is known to be zero, as all gradients wait for a step (checked only after an
-    update that was not finite). ``scalars`` are (name, weighted sum, weight) of logged
+    update is known to be zero, since all gradients wait for a step (checked only after
+    a non-finite update). ``scalars`` are (name, weighted sum, weight) of logged
     scalars. ``weight`` is the user's weight for this rank's batches, None for their
     samples; a rank of weight 0 is excluded from the mean. ``periods`` are (calls,
     period) of registered schedulers. ``copies`` are the samples of batches that updated

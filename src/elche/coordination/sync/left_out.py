@@ -5,7 +5,7 @@ other ranks' whole step. The step time with it is measured. The step time withou
 predicted from the ranks' time models, and measured after the exclusion. An excluded
 rank takes part in each epoch's first step and copies the model at the epoch's end.
 Trials measure whether it has become fast enough; they cost at most 2 % of the time, and
-each one that fails doubles the time to the next.
+each failed trial doubles the time to the next.
 
 If a rank's batches change state that elche cannot copy (`STALE`), the exclusion is
 final: the rank's part of each epoch's first step is empty, and no trial follows.
@@ -235,7 +235,7 @@ class ExcludedRanks:
         """Records the active ranks' reports of a grant; may change the exclusion.
 
         Args:
-            reports: reports of all active ranks, all of them warm.
+            reports: warm reports of all active ranks.
             steps: number of steps in the grant.
             steps_left: number of the epoch's steps that are not granted.
             now_s: current time.

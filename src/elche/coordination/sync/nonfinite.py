@@ -28,7 +28,7 @@ PATIENCE_REPORTS = 3
 class NonFiniteRecord:
     """Non-finite gradients of one rank, by time, over all epochs.
 
-    A gradient that is accumulated across epochs is reduced, and so equal on all ranks,
+    A gradient accumulated across epochs has been reduced, and so is equal on all ranks,
     when the next pass adds to it.
 
     Attributes:

@@ -180,7 +180,7 @@ class Leasing:
         return max(1, min(self._most_ahead, ahead))
 
     def _lease_batches(self, rank: int) -> int:
-        """Returns the most batches of a lease: half of what a rank holds.
+        """Returns the most batches of a lease: half of those that a rank holds.
 
         A rank reports a lease when it ends, and must then hold another lease.
         """

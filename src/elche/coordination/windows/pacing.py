@@ -186,7 +186,7 @@ class Pacing:
         return self._make_room()
 
     def _make_room(self) -> str:
-        """Raises the anchor to what a reduction needs, or to what pays."""
+        """Raises the anchor to a reduction's length, or to the best length."""
         before, taken_s = self.el_che.anchor, self.reduction_s
         if taken_s is None or not self._may_grow:
             return ""
@@ -259,9 +259,9 @@ class Pacing:
     def last_pace(self, left_s: float) -> Pace | None:
         """Returns the next window's pace if it must last to the epoch's end, else None.
 
-        It must if too little work would follow to hide its own reduction: the end would
-        then wait for two reductions in turn. Only for overlapped windows, and within
-        the anchor's limit. The rest of the epoch lasts ``left_s``.
+        That is the case if the work after it is too short to hide its reduction: the
+        epoch's end would then wait for two reductions. Only for overlapped windows,
+        within the anchor's limit. The rest of the epoch lasts ``left_s``.
         """
         pace, taken_s = self.pace(), self.reduction_s
         if not self._overlapped or taken_s is None or pace.wall_s is None:

@@ -338,7 +338,7 @@ class WindowState:
     def pace(self, window: int) -> Pace:
         """Returns a window's length: planned, usual, or to the epoch's end.
 
-        The first rank that enters the window decides that for all.
+        The first rank that enters the window fixes the length for all.
         """
         if plan := self.planned(window):
             return Pace(None, None, {rank: plan.batches(rank) for rank in plan.parts})

@@ -66,8 +66,8 @@ def row_columns(
 ) -> dict[str, list[float]]:
     """Returns the columns of all charts over time (s) and samples.
 
-    Those of a rank end with its number; scalars, NaN where a row lacks one, are named
-    ``value_0`` and so on in the order of ``names``.
+    A rank's columns end with its number. Scalars (NaN where a row lacks one) are named
+    ``value_0`` and so on, in the order of ``names``.
     """
     found = []
     for row in rows:

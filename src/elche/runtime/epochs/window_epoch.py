@@ -383,7 +383,7 @@ class WindowEpoch:
         self._not_begun = 0
 
     def _leave(self) -> None:
-        """Commits what was trained before a break, and ends the epoch for all."""
+        """Commits batches trained before a break, and ends the epoch for all."""
         if self._worker.is_closed:
             return
         if self.end is not None:

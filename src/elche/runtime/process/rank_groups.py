@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class RankGroups:
-    """This rank's process groups: of all members of the run, and of some of them.
+    """This rank's process groups: of all members of the run, and of subsets.
 
     Args:
         placement: this process's place in the run.

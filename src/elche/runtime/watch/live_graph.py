@@ -8,7 +8,7 @@ be ahead:
     fetch 0, fetch 1, forward 0, backward 0, fetch 2, forward 1, ...   (timm)
     fetch 0, fetch 1, fetch 2, forward 0, backward 0, forward 1, ...   (a group)
 
-A *live graph* is that of a forward pass whose backward pass has not come. A hook on the
+A *live graph* belongs to a forward pass whose backward pass has not come. A hook on the
 model's outputs detects that pass: autograd calls it before any gradient of the graph
 exists. Of a container without a forward pass (``ModuleList``), the parts are called.
 Hooks miss some forward passes (of a model compiled after set-up, or called by another

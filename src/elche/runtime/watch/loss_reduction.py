@@ -2,9 +2,9 @@
 
 If a sum's gradients are reduced like a mean's, they differ from those of one device,
 and nothing else shows it. Only a loss that cannot be a mean counts as a sum: torch's
-own losses with ``reduction="sum"``, and a sum of those with ``"none"`` or of squared or
-absolute differences, alone or with others added. A product or quotient of a sum may be
-a mean, and no graph distinguishes a mean over the batch from one over a sample's
+own losses with ``reduction="sum"``, and sums of losses with ``"none"``, or of squared
+or absolute differences, alone or with others added. A product or quotient of a sum may
+be a mean, and no graph distinguishes a mean over the batch from one over a sample's
 elements: those are not reported.
 """
 

@@ -112,7 +112,7 @@ class LoopObserver:
 
         Args:
             sync: holder of the trained parameters.
-            is_counted: epochs, or steps, are counted here and not by the loop.
+            is_counted: elche counts epochs or steps, and not the loop.
         """
         self._may_count = not is_counted
         self._has_sync_norms = bool(sync_batchnorm_layers(self._model))

@@ -1,8 +1,8 @@
 """Buckets of one model in the order of reduction; their sums become ``p.grad``.
 
 The order is that of the gradients in the first pass. A parameter usually gets one
-gradient in a pass. It gets several if it is used in several segments of reentrant
-activation checkpointing, each of which accumulates separately, and none if a branch was
+gradient in a pass. It gets several if several segments of reentrant activation
+checkpointing use it, since each accumulates separately. It gets none if a branch was
 not taken. A bucket sent before a parameter's last gradient lacks that gradient. The
 last gradient of a reused layer comes near the pass's end, so waiting for it costs
 little.

@@ -103,10 +103,10 @@ class ElChe:
       spike or a short last window has no effect. The anchor at most doubles per
       report; a lasting rise by a factor f is answered after 1 + ceil(log2 f) reports.
     * It falls half the way per report, and by one only while room is made (below).
-    Falling by one, it took ten windows to recover from two stalls in a row; falling the
-    whole way, a spike cost more than the target. * The reference rank is kept until
-    another rank is 10 % slower. * The dead zone is on the ratio of measured times, not
-    on the count, where
+      Falling by one, it took ten windows to recover from two stalls in a row; falling
+      the whole way, a spike cost more than the target.
+    * The reference rank is kept until another rank is 10 % slower.
+    * The dead zone is on the ratio of measured times, not on the count, where
       rounding would dominate at a small anchor. It is 10 % for a fresh ratio and
       shrinks with the square root of its reports to 3 %, so that a lasting small
       error is corrected as well.

@@ -8,8 +8,8 @@ instructions. Each decision is logged in the story, which every error prints.
 
 Every departure of a rank takes one path (`Coordinator._gone`), whatever the cause:
 `fatal_loss` decides whether the run survives it, and `membership.TABLE` gives the next
-state. An unchanged state has no consequence. If a connection ends when others have left
-and all is committed, that rank counts as left; messages of lost ranks are ignored.
+state. No transition, no effect. If a connection ends when others have left and all is
+committed, its rank counts as left. Messages of lost ranks are ignored.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class WindowSync(ABC):
     is_common_step = False
     """True if the window's end is a step of the optimizer, the same on every rank."""
     takes_steps = True
-    """True while optimizers may step; summed gradients allow the end's step alone."""
+    """True while optimizers may step; on summed gradients, only at the window's end."""
     has_moved = True
     """False if the last window's update is known to be zero: all gradients still wait
     for an optimizer step. It is checked only after a non-finite update."""

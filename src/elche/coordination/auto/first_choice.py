@@ -45,7 +45,7 @@ class FirstChoice:
         self._is_first = True
 
     def minimal(self, cluster: MeasuredCluster) -> tuple[int, ...]:
-        """Returns ranks with the least share: in turn none, or all but the fastest."""
+        """Returns ranks to get least shares: in turn none, or all but the fastest."""
         if not self._measures.count % 2:
             return ()
         batch_s = _batch_s(cluster, cluster.global_batch_size)

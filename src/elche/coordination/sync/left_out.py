@@ -50,9 +50,9 @@ class _Phase(Enum):
     an epoch begins, and some saved no time     MEASURING            TRIAL
     an epoch begins                             LEAVING, APART       TRIAL
     its first step is done                      TRIAL                LEAVING
-    or some steps, and all ranks save time      TRIAL                MEASURING
+    some steps show that all ranks save time    TRIAL                MEASURING
     the membership has changed                  any but OFF          MEASURING
-    the same, and exclusions are final          any but OFF          APART
+    it has changed, and exclusions are final    any but OFF          APART
     ==========================================  ===================  =========
 
     A loop without a batch in an epoch may fail (a mean over none, for example), so each

@@ -62,7 +62,7 @@ class Granted:
         return self.stop - self.start
 
     def work(self) -> list[RankReport]:
-        """Returns each rank's work; only the samples if the rank did not report."""
+        """Returns each rank's work; only the samples for a rank without a report."""
         counted = {rank: report_of(each) for rank, each in self.reports.items()}
         for rank, share in enumerate(self.shares):
             if share and rank not in self.left:

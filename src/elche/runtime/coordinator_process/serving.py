@@ -1,7 +1,7 @@
 """The coordinator's own process: serves ranks, and writes its journal to the launcher.
 
-``serving LINK LISTENER``: two descriptors of the launcher. Under torchrun and others
-rank 0 starts ``serving beside WORLD_SIZE HOST``, without a journal.
+``serving LINK LISTENER``: two descriptors inherited from the launcher. Under torchrun
+and others, rank 0 starts ``serving beside WORLD_SIZE HOST``, without a journal.
 """
 
 from __future__ import annotations

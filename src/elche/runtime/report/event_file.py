@@ -30,7 +30,7 @@ CLOSE_S: Final = 10.0
 class EventFile:
     """Appends records to ``events.jsonl``; a failed write is logged and ends it.
 
-    A thread writes: the run waits for no disk, and for no merging, which takes seconds.
+    A thread writes, so that the run does not wait for the disk, or seconds for merging.
 
     Args:
         folder: its folder, which is made if it does not exist.

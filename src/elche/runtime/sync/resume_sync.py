@@ -147,7 +147,7 @@ def plain_schedule(scheduler: LRScheduler) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> None:
-    """Copies settings (rates move) and each parameter's state."""
+    """Copies settings (learning rates change) and each parameter's state."""
     for mine in optimizer.param_groups:
         plain = {n: v for n, v in mine.items() if isinstance(v, _SETTING)}
         _fill(mine, _sent(group, plain, source))

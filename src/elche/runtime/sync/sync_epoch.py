@@ -423,7 +423,7 @@ class SyncEpoch:
         return step.among(self._worker.members).weighed(part.weight)
 
     def _weigh_forward(self, part: StepPart | None) -> None:
-        """Weighs a forward pass, perhaps of an earlier batch; None: it has ended."""
+        """Sets a forward pass's weight, also for an earlier batch; None at its end."""
         if part is not None:
             self._part = part = self._alive(part)
         self._reducer.weigh_forward(part)

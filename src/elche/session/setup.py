@@ -172,7 +172,7 @@ def move_model(
     """Moves a model in place; its parameters stay the objects that optimizers hold.
 
     If `Module.to` would make new parameters (devices of extensions, XLA, or a switch of
-    `torch.__future__`), contents are swapped instead, unless the model is there
+    `torch.__future__`), contents are swapped instead, unless the model is on the device
     already.
 
     Raises:

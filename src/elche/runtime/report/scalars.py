@@ -157,7 +157,7 @@ class ScalarLog:
 
 
 def empty_buffer(device: torch.device) -> torch.Tensor:
-    """Buffer of doubles if the device has them; usable in any mode."""
+    """Buffer of doubles, if the device has them; usable in any autograd mode."""
     with torch.inference_mode(False):
         return torch.zeros(BUFFER_VALUES, dtype=widest_float(device), device=device)
 

@@ -128,7 +128,7 @@ class BucketQueue:
                 in sums with additions. None: all stay.
 
         The first sum of this pass implies that all ranks have the last pass's sums, so
-        the gradients that those replaced are released.
+        own gradients replaced by those sums are released.
         """
         buckets, given = self.buckets, self._reduced.is_given
         while self.sent < len(buckets) and not buckets[self.sent].pending:

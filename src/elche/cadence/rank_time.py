@@ -78,8 +78,7 @@ class RankTime:
     A batch of another size is predicted well by some shapes and badly by others: that
     is the evidence. Batches of one size, or a changed speed, give no evidence, and
     earlier evidence stays. The shape changes only on clear evidence; at first, time is
-    proportional to samples. Levels and evidence of all shapes are kept only from the
-    second size.
+    proportional. Levels and evidence of all shapes are kept only from the second size.
 
     Any units of work and of time are valid if they do not change.
 

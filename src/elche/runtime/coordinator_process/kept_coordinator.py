@@ -138,7 +138,7 @@ class KeptCoordinator:
         self._send(what)
 
     def _send(self, message: object) -> None:
-        """Sends to the running process; a restarted one receives it at its start."""
+        """Sends a message to the process; a restarted one receives it at its start."""
         if self._writer is not None:
             self._writer.write(pack(message))
 

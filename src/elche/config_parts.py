@@ -209,21 +209,21 @@ _FORMER = {
     },
 }
 REMOVED = {
-    "micro_batches": "micro_batches= was removed: elche.Trainer runs what exceeds "
-    "max_samples in micro-batches, a loop of your own does not",
+    "micro_batches": "micro_batches= was removed: elche.Trainer runs shares "
+    "above max_samples in micro-batches, a loop of your own does not",
     "checkpoint_every_epochs": "checkpoint_every_epochs= was removed: on_checkpoint= "
     "is called at the end of every epoch, with its number",
     "on_window_end": "on_window_end= was removed: elche.metrics() returns the windows "
     "that have ended, and so does the handle of Trainer.start()",
     "fragments": "fragments= was removed: short windows with an encoding "
     "(max_anchor=, codec='int4') send less and learn more",
-    "drift_weights": "drift_weights= was removed: parameter deltas of a window weigh "
-    "the same; leave it out",
+    "drift_weights": "drift_weights= was removed: all ranks' deltas of a window have "
+    "equal weight; leave it out",
     "optimizer_state": "optimizer_state= was removed: each rank keeps its optimizer's "
     "state; leave it out",
-    "record": "record= was removed: runs that can be repeated are those of "
+    "record": "record= was removed: for runs that can be repeated give "
     "debug=elche.config.DebugConfig(deterministic=True)",
-    "replay": "replay= was removed: runs that can be repeated are those of "
+    "replay": "replay= was removed: for runs that can be repeated give "
     "debug=elche.config.DebugConfig(deterministic=True)",
 }
 FORMER_SETTINGS = {

@@ -12,8 +12,8 @@ MAX_GROWTH = 2
 SYNC_HISTORY = 3
 """Number of latest synchronisations in the median time."""
 ROOM_SLACK = 2
-"""Factor over the requested room above which an anchor falls back at once; below it the
-anchor falls by one per report, so that noise moves little."""
+"""Ratio of an anchor to the requested room above which it falls at once. Below it, the
+anchor falls by one per report, so that noise moves it little."""
 _ROUNDING = 1e-9
 
 
@@ -120,9 +120,9 @@ class Anchor:
         return other
 
     def _fallen(self, overhead: float) -> int:
-        """Returns the middle between the anchor and that with half the target overhead.
+        """Returns the anchor, moved halfway to the one with half the target overhead.
 
-        If room was requested, the anchor less one, so that noise in requests moves
+        If room was requested, returns the anchor less one: noisy requests move it
         little.
         """
         if self._room > 1:

@@ -39,13 +39,13 @@ _Times: TypeAlias = tuple[list[float], list[float]]
 
 
 WARM_UP_SIZES = 4
-"""Sizes of a rank up to which a split follows each report of the warm-up."""
+"""Number of sizes of a rank up to which splits follow every warm-up report."""
 REBALANCE_GAIN = 0.03
 """Least predicted cut of step time that changes the split, as a fraction."""
 SLACK = 0.42
-"""Logarithm of a rank's slack, per relative spread and log odds that another one ends
-last: about the quantile of a normal distribution, over the root of 2, since what counts
-is the difference of two times.
+"""Logarithm of a rank's slack, per relative spread and log odds that another rank ends
+last. It is about a normal quantile over sqrt(2), since the difference of two times
+counts.
 """
 MOST_SPREAD = 0.2
 """Largest relative spread that counts."""
@@ -134,7 +134,7 @@ class Balancer:
 
     @property
     def is_warm(self) -> bool:
-        """True if no rank's measurements may all be of its warm-up."""
+        """True if every measured rank has left its warm-up."""
         return all(model.is_warm or not model.is_measured for model in self._models)
 
     def report(self, samples: Sequence[int], busy_s: Sequence[float]) -> None:
@@ -205,10 +205,10 @@ class Balancer:
     def trial(self, batch_samples: int, steps: int) -> tuple[int, ...] | None:
         """Returns a split to run once, which measures a larger share of one rank.
 
-        With few samples, a fixed cost looks like a slow rank that is not worth another
-        sample. Only a measurement at another size can refute this.
-        Ranks that wait for others are tried in turn. A trial's share is the largest
-        whose cost stays within the budget even if no part of the time is fixed.
+        With few samples, a rank with a fixed cost looks too slow for another sample.
+        Only a measurement at another size can refute this. Ranks that wait for others
+        are tried in turn. A trial's share is the largest whose cost stays within the
+        budget even if no part of the time is fixed.
 
         Args:
             batch_samples: samples of the global batch.
@@ -255,7 +255,7 @@ class Balancer:
         self._forget_kept()
 
     def exclude(self, ranks: Iterable[int]) -> None:
-        """Assigns these ranks no share from now on, and all others one."""
+        """Excludes exactly these ranks from shares from now on."""
         self._excluded = frozenset(ranks)
         self._kept = self._kept_without.setdefault(self._excluded, {})
         self._decided.clear()
@@ -265,8 +265,8 @@ class Balancer:
     ) -> float:
         """Predicts the time (s) of a step without shares for these ranks.
 
-        Infinite if the other devices cannot hold the batch. ``reduce_s`` is the time of
-        reductions in the measured steps of the only other rank, which then end.
+        Infinite if the other devices cannot hold the batch. ``reduce_s``: time of
+        reductions in measured steps, which a single remaining rank saves.
         """
         times, before = self._times(), self._excluded
         self._excluded = frozenset(excluded)
@@ -324,9 +324,9 @@ class Balancer:
     def _planned_times(self) -> _Times:
         """Returns `_times` with slack for ranks whose times scatter.
 
-        A step takes as long as the longest of noisy times. The expectation of that is
-        least if each rank ends last with a probability in proportion to its speed,
-        since a sample less saves a slow rank more. Ranks of one speed get equal slack.
+        A step takes as long as the longest of noisy times. It is shortest, on average,
+        if a rank's probability of ending last is proportional to its speed: a slow rank
+        saves more time per sample. Ranks of one speed get equal slack.
         """
         costs, fixed = self._times()
         ranks = [rank for rank in range(self.world_size) if rank not in self._excluded]
@@ -359,7 +359,7 @@ class Balancer:
         return [*map(self._end_of(times), range(self.world_size), parts)]
 
     def _gain(self, split: Sequence[int], kept: Sequence[int], times: _Times) -> float:
-        """Returns the fraction of a step that a split saves, or more to wake a rank."""
+        """Returns the fraction of a step saved by a split; more if it wakes a rank."""
         ends, kept_ends = self._ends(split, times), self._ends(kept, times)
         longest = max(kept_ends)
         gain = 1.0 - max(ends) / longest
@@ -437,7 +437,7 @@ class Balancer:
         return total if self._accumulates else min(cap, total)
 
     def _serving(self, total: int, minimum: int, times: _Times) -> list[int]:
-        """Returns the ranks that get a share: as many as can have the least one.
+        """Returns the ranks that get a share: as many as the least shares allow.
 
         If not all can, it picks the fastest ranks that get more than the least one, or
         if these cannot hold the batch, the ranks that hold most.

@@ -16,7 +16,7 @@ FACTS = 3
 
 @final
 class CallShares:
-    """Splits n samples by delivered speed, alike on every rank, from equal reports."""
+    """Splits n samples by delivered speed; equal reports give equal splits."""
 
     least_s: Callable[[int], float] | None = None
     """Least time (s) of a part of so many samples, on an emulated device."""
@@ -39,7 +39,7 @@ class CallShares:
         return self._began_s + self._waited_s + least_s
 
     def split(self, samples: int, now_s: float) -> range:
-        """Ends the last part, and returns this rank's part of so many samples.
+        """Ends the last part, and returns this rank's part of ``samples`` samples.
 
         Raises:
             ConfigError: ``samples`` is not a whole number of at least 1.
@@ -66,7 +66,7 @@ class CallShares:
         return samples / (count or 1), busy_s / (count or 1), float(self._digest)
 
     def report(self, rows: Sequence[Sequence[float]]) -> None:
-        """Records the facts of all ranks; another group's are only compared.
+        """Records the facts of all ranks; facts of another group are only compared.
 
         Raises:
             ProtocolError: ranks called with different numbers, or not equally often.

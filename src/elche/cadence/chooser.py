@@ -73,14 +73,14 @@ class Chooser:
     """Picks and keeps the policy and the ranks with the highest predicted goodput.
 
     ``sync`` does not change the user's optimisation, so it is picked unless another
-    policy is clearly better. It keeps as many ranks as reach the best number's goodput
-    within that margin, and excludes the slowest first. It never takes so many that the
+    policy is clearly better. It keeps the most ranks whose goodput is within that
+    margin of the best, and excludes the slowest first. It never takes so many that the
     fastest device alone would be faster.
 
     A choice is kept until another one is better by a tenth, so that jitter of measured
     times does not change it. A choice slower than the fastest device alone is replaced
-    for a gain of 2 %. ``sync`` is replaced by that device alone for the margin, since
-    there is no way back to ``sync`` within the epoch.
+    for a gain of 2 %. To replace ``sync`` by that device alone, the gain must reach the
+    margin, since there is no way back to ``sync`` within the epoch.
 
     Args:
         leaves_out: exclude ranks that cost more time than they save.
@@ -247,13 +247,13 @@ def _sizes(fleet: Fleet) -> list[int]:
 
 
 def _is_same(option: Prediction, other: Prediction) -> bool:
-    """True for the same ranks under the same policy; a rank alone has none."""
+    """True for the same ranks and policy; a rank alone may have any policy."""
     is_same = len(option.ranks) == 1 or option.policy == other.policy
     return is_same and set(option.ranks) == set(other.ranks)
 
 
 def _is_clear(option: Prediction, other: Prediction, doubt: float) -> bool:
-    """True if ``option`` is better by the margin, and than ``sync`` even at worst.
+    """True if ``option`` is better by the margin, and beats ``sync`` even at worst.
 
     Against a single device, the margin is at least the doubt of its measured times.
     """

@@ -19,7 +19,7 @@ UPDATES = {"sync": "gradients", "cadence": "parameters", "async": "parameters"}
 REFERENCE_BATCHES = 2000.0
 """Batches of one device in the runs of the table."""
 LEAST_BATCHES = 500.0
-"""Batches of the shortest measured run; shorter runs are assumed to lose as many."""
+"""Batches of the shortest measured run; shorter runs are assumed to lose as much."""
 FREE_LAG = 1.0 / 3.0
 """Fraction of a window up to which a late average has no extra cost."""
 
@@ -65,8 +65,8 @@ def optimizer_kind(names: Iterable[str]) -> str:
     """Returns the kind of a model's optimizers, by the names of their classes.
 
     Args:
-        names: class names. Muon beside another optimizer counts as Muon; anything
-            else but SGD alone counts as Adam, which costs most.
+        names: class names. Muon beside another optimizer counts as Muon. SGD alone
+            counts as SGD, and anything else as Adam, which costs most.
     """
     known = set(names)
     if any("muon" in name.lower() for name in known):
@@ -84,7 +84,7 @@ def sample_efficiency(
     global_batch: float = 1.0,
     optimizer: str = "adam",
 ) -> float:
-    """Returns the samples to a given loss on one device, over those of the policy.
+    """Returns the samples that one device needs to a loss, over the policy's samples.
 
     The table is interpolated linearly in the logarithms of world size, window and
     efficiency; the last slope continues beyond it. Windows shorter than the first knot
@@ -93,8 +93,8 @@ def sample_efficiency(
 
     The table holds for runs of ten windows or more. In a run of one window, each rank
     trains its part of the samples alone: less than the fastest device alone would
-    learn. In a run of n windows, at most the n-th root of a part counts, which is more
-    than any cell of the table.
+    learn. In a run of n windows, efficiency is at most the n-th root of a part, which
+    is above every cell of the table.
 
     Args:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.

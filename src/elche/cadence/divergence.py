@@ -84,18 +84,18 @@ class DivergenceGuard:
     if that is less. Predictions allow for a longer window and a learning-rate warmup.
 
     A window is *suspect* from the square root of `RISE` times the usual level, above
-    the ceiling, or if a contribution was not finite. The anchor must not grow then.
-    A window is *too far* from `RISE` times the usual level (or ceiling, or not finite).
-    A suspect window followed by one too far shortens the windows, unless divergence
-    falls by `RISE` again. So a single spike has no effect, and a jump or exponential
-    growth is answered at its second window. The new level then becomes the usual one:
-    a plateau (such as a higher learning rate) is answered once, continued growth at
+    the ceiling, or if a contribution was not finite. The anchor must not grow then. A
+    window is *too far* from `RISE` times the usual level (or ceiling, or not finite). A
+    suspect window followed by one too far shortens the windows, unless divergence falls
+    by `RISE` again. So a single spike has no effect, and a jump or exponential growth
+    is answered at its second window. The new level then becomes the usual one: a
+    plateau (such as a higher learning rate) shortens windows once, further growth at
     every second window.
 
     Differences from the reference algorithm (flodl 0.5.3, three rises in a row above
     0.05): it is relative to the run's own level instead of a constant. Three rises
-    happen in noise, a doubling does not. It runs before the anchor grows. A
-    contribution that is not finite counts as the furthest of all, not as 0.
+    happen in noise, a doubling does not. It runs before the anchor grows. A non-finite
+    contribution counts as the furthest, not as 0.
     """
 
     def __init__(self) -> None:

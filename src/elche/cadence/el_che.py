@@ -102,9 +102,9 @@ class ElChe:
       planned window (the smaller of the first two, nothing after the first). So a
       spike or a short last window has no effect. The anchor at most doubles per
       report; a lasting rise by a factor f is answered after 1 + ceil(log2 f) reports.
-    * It falls half the way per report, and by one only while room is made (below). By
-      one, it took ten windows to recover from two stalls in a row; by the whole way,
-      a spike cost more than the target.
+    * It falls half the way per report, and by one only while room is made (below).
+      Falling by one, it took ten windows to recover from two stalls in a row; falling
+      the whole way, a spike cost more than the target.
     * The reference rank is kept until another rank is 10 % slower.
     * The dead zone is on the ratio of measured times, not on the count, where
       rounding would dominate at a small anchor. It is 10 % for a fresh ratio and
@@ -270,8 +270,8 @@ class ElChe:
         would wait for it. The anchor rises at once, not report by report, and the
         auto-tune keeps it there until the next call. If it was raised far above the
         present request, as after a pause of the link, it falls at once. It then falls
-        to the request, or to its value before the raise if that is more. Before a rank
-        is measured, nothing changes.
+        to the request, or to its value before the raise, whichever is more. Before a
+        rank is measured, nothing changes.
 
         Args:
             least_ms: shortest duration (ms), not negative.
@@ -355,7 +355,7 @@ class ElChe:
     def _apply(self, limit: int | None) -> None:
         """Moves the real-valued counts to the plan, by at most ``limit`` each.
 
-        Real values that move by at most ``limit`` round to integers that do so, too.
+        If real values move by at most ``limit``, so do the rounded integers.
         """
         wanted = [self._anchor.value * ratio for ratio in self._ratios.values]
         if limit is not None:

@@ -27,10 +27,10 @@ from elche.cadence.overlapped import (
 from elche.cadence.window import aligned_anchor, lost_share
 
 MAX_FIXED_SAMPLES = 1e9
-"""Most samples that a step's fixed time counts as when a batch is split."""
+"""Upper bound of a step's fixed time, in samples, when a batch is split."""
 
 BACKWARD_SHARE = 2.0 / 3.0
-"""Fraction of a step under which a reduction of gradients can hide."""
+"""Fraction of a step (its backward) that can hide a gradient reduction."""
 BOUNDARY_WAIT_BATCHES = 0.25
 """Loss at the end of a blocking window of many ranks, in batches of the slowest."""
 ANYWHERE = 0.29
@@ -56,18 +56,18 @@ class MeasuredCluster:
         fixed_s: fixed time (s) of each rank per step; empty for none.
         hidden: fraction of ``sync_s`` that ``sync`` hides under backward, 0 to 1; never
             longer than backward.
-        overhead_target: El Che's target; clamped to 0.01 to 0.50, as there.
+        overhead_target: El Che's target; clamped to 0.01 to 0.50, as in El Che.
         max_anchor: El Che's upper limit.
         jitter: coefficient of variation of a step's time.
         copy_batches: cost of a snapshot and an adoption in ``async``, in a rank's own
             batches per window.
         min_share_samples: least samples of a rank in a step of ``sync``; a rank without
-            a share runs its loop on as many samples that do not count.
+            a share runs its loop on that many, which do not count.
         sync_batch_size: samples of a global batch, the step of ``sync`` and of one
             device alone; None if equal to ``batch_size``.
         run_batches: number of global batches in the whole run.
         ranks: rank numbers in the order of the times; empty for 0, 1, ...
-        doubt: relative error that gains predicted from these times may have.
+        doubt: possible relative error of gains predicted from these times.
         optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
     """
 
@@ -127,7 +127,7 @@ class Prediction:
         window_s: time (s) from one synchronisation to the next.
         lag_batches: batches of the fastest rank until an average arrives.
         hardware_efficiency: 0 to 1, relative to what each device delivers alone on
-            global batches, so the fixed time of smaller local batches lowers it.
+            global batches, so fixed times of smaller local batches lower it.
         sample_efficiency: 0 to 1.
         goodput: product of both and the summed speed, relative to the cluster's
             fastest device alone.

@@ -69,7 +69,7 @@ def overlapped_window(
     Args:
         times: summary of the ranks' times per batch.
         anchor: batches of the slowest rank in a window.
-        held_s: cost (s) of a window beside its batches.
+        held_s: cost (s) of a window in addition to its batches.
         late_s: time (s) from a rank's close until it has the average; if it outlasts
             the next window, it delays that window's end.
     """

@@ -1,7 +1,7 @@
 """Prefetch depth on a device, decided from figures of its memory.
 
-Memory of prefetched batches counts as free, or a filled buffer would lower the next
-decision. The activation peak is the memory that a step uses beyond the memory in use
+Memory of prefetched batches counts as free; otherwise a full buffer would lower the
+next depth. The activation peak is the memory that a step uses beyond the memory in use
 between steps.
 """
 

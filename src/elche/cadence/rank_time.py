@@ -21,8 +21,8 @@ SHAPES: tuple[tuple[float, float], ...] = (
     *((2.0**power, 0.0) for power in range(-1, 17)),
     *((0.0, 2.0**power) for power in range(2, 11)),
 )
-"""Candidate fixed costs and knees, in samples: lines, and devices that are full from
-the knee on. A combination of both cannot be distinguished from either.
+"""Candidate (fixed cost, knee) in samples: lines, and devices saturated from the knee
+on. A combination of both cannot be distinguished from either.
 """
 MOST_FIXED = 9.0
 """Largest fixed cost that is accepted, in samples of the largest observed step."""
@@ -69,15 +69,15 @@ class RankTime:
     (a smaller batch takes as long as one of these). The level is ``cost``, the time per
     sample. It follows every measurement by an error-adaptive average: ``alpha =
     clamp(|new - old| / old, 0.1, 0.8)``, so jitter is nearly ignored and a changed
-    speed is followed within two or three measurements. A straggler must not count in
-    full. For timed steps, only the median cost of the last three of similar size
-    counts: a changed speed is noticed one step later, and then replaces a level that is
-    far off. If each measurement counts (``recent=1``: a window's mean, or a window's
-    last batch), a rise is limited instead.
+    speed is followed within two or three measurements. A spike must not count in full:
+    of timed steps, only the median cost of the last three of similar size counts. So a
+    changed speed is noticed one step later, and then replaces a level that is far off.
+    With ``recent=1`` (a window's mean, or its last batch) each measurement counts, and
+    a rise is limited instead.
 
     A batch of another size is predicted well by some shapes and badly by others: that
-    is the evidence. Batches of one size and a changed speed give none, and earlier
-    evidence stays. The shape changes only on clear evidence; at first it is 0,
+    is the evidence. Batches of one size, or a changed speed, give no evidence, and
+    earlier evidence stays. The shape changes only on clear evidence; at first, time is
     proportional. Levels and evidence of all shapes are kept only from the second size.
 
     Any units of work and of time are valid if they do not change.
@@ -86,7 +86,7 @@ class RankTime:
         recent: number of measurements of which the median cost counts.
 
     Attributes:
-        is_warm: a step was not much shorter than the one before it.
+        is_warm: the warm-up is over: a step was not much shorter than the last one.
         is_settled: the last batch took about as long as predicted.
         last_samples: samples of the last batch; 0 before any measurement.
     """
@@ -155,12 +155,12 @@ class RankTime:
     def line(self, ranks: Sequence[RankTime] = ()) -> tuple[float, float]:
         """Returns a batch's fixed time and time per sample, by the likeliest line.
 
-        It changes sooner than the predicting shape, which needs clear evidence.
+        It changes sooner than the shape for predictions, which needs clear evidence.
 
         Args:
-            ranks: ranks whose evidence counts as well: the fixed part is about as many
-                samples on all devices, or as many seconds, unless this rank's evidence
-                is clearly different.
+            ranks: ranks whose evidence counts as well: devices have about equal fixed
+                parts, in samples or in seconds, unless this rank's evidence clearly
+                differs.
         """
         others = [
             (each._against, [(each._fixed_s(i), each._against[i]) for i in each._lines])
@@ -195,9 +195,9 @@ class RankTime:
         return self.cost * _load(SHAPES[self._shape], samples)
 
     def saved(self, samples: float, part: float) -> float:
-        """Returns the time that a batch saves without a part of all measured ones.
+        """Returns the time that a batch saves without ``part`` of a measured one.
 
-        Time of the part beyond the known fixed time was attributed to samples.
+        Where the part exceeds the known fixed time, it was attributed to samples.
         """
         last, knee = max(1, self.last_samples), self.knee_samples
         part = min(part, self.of(last) / 2.0)  # times scatter
@@ -205,7 +205,7 @@ class RankTime:
         return part + beyond * (max(samples, knee) / max(last, knee) - 1.0)
 
     def most_samples(self, samples: int, factor: float) -> float:
-        """Returns the samples of a batch that takes ``factor`` times as long, at most.
+        """Returns the most samples of a batch that takes ``factor`` times as long.
 
         Args:
             samples: samples of an observed batch.
@@ -259,7 +259,7 @@ class RankTime:
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
 
     def _leave_warm_up(self, samples: int, busy: float) -> None:
-        """Forgets earlier batches if, by their times, this one is too short.
+        """Forgets earlier batches if this one takes much less time than they predict.
 
         Warm-up takes about as long on all ranks, so unequal ranks look equal.
         """
@@ -306,7 +306,7 @@ class RankTime:
         self._note(errors[best], most)
 
     def _note(self, error: float, most: float) -> None:
-        """Updates the noise by an error, limited to ``most``."""
+        """Updates the estimated noise by an error, limited to ``most``."""
         squared = (1.0 - NOISE_WEIGHT) * self._noise**2
         squared += NOISE_WEIGHT * min(error, most) ** 2
         self._noise = max(LEAST_NOISE, math.sqrt(squared))
@@ -337,10 +337,10 @@ class RankTime:
 
 
 class RankTimes(dict[int, RankTime]):
-    """Measured times of a run's ranks, in seconds by samples, by rank.
+    """`RankTime` of each rank of a run: seconds as a function of samples.
 
-    All scheduling shares it, so windows begin with what steps have measured. A rank
-    that is requested for the first time is created without a measurement.
+    All scheduling shares them, so windows begin with the times measured in steps. The
+    first access to a rank creates its `RankTime`, without a measurement.
 
     Args:
         recent: as for each `RankTime`.

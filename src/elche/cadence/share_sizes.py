@@ -1,10 +1,10 @@
 """Restricts a rank's shares to few sizes in a run. Pure.
 
 A new size has a cost: a compiled model may be compiled again, libraries search for a
-kernel, a device caches another memory layout. So a split uses sizes that each rank has
-had before, and a new size only once avoiding it has cost more. The lost time, in steps,
-adds up, and the price of a new size grows with the number of sizes. So shares follow a
-lasting change soon and noise hardly ever. More than `MAX_SIZES` are used only if a step
+kernel, a device caches another memory layout. So a split uses each rank's earlier
+sizes. A new size is used once avoiding it has cost more than its price. The loss, in
+steps, adds up, and the price grows with the number of sizes. So shares follow a lasting
+change soon, and noise hardly ever. More than `MAX_SIZES` are used only if a step
 without them would take a third longer, for many steps.
 """
 
@@ -56,7 +56,7 @@ class ShareSizes:
 
         Args:
             split: the split.
-            is_guess: True during warm-up; no later split is to reuse its sizes.
+            is_guess: True during warm-up: later splits do not reuse its sizes.
         """
         for used, guesses, part in zip(self._used, self._guesses, split, strict=True):
             if is_guess and part:
@@ -95,7 +95,7 @@ class ShareSizes:
         return split_from_sizes(total, used, end), pick_sizes(total, near) or best
 
     def had(self, split: Sequence[int], *, guesses: bool = True) -> int:
-        """Returns the most sizes of any rank to which the split adds one, or 0."""
+        """Returns the most sizes of a rank to which the split gives a new one, or 0."""
         pairs = zip(self.used if guesses else self._used, split, strict=True)
         return max((len(used) for used, n in pairs if n and n not in used), default=0)
 
@@ -127,8 +127,8 @@ class ShareSizes:
             rank: the rank.
             part: its present share.
             most: most samples that may be tried now.
-            later: most samples that may be tried in time, if no smaller size is known
-                and no new size is allowed.
+            later: most samples that may be tried eventually, if no smaller size is
+                known and no new size is allowed.
         """
         used = self._used[rank]
         least = max(part + 1, math.ceil(LEAST_TRIAL * part))

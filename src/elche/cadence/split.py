@@ -2,7 +2,7 @@
 
 `best_step_s` is a lower bound for synchronous data parallelism. A sample is not
 divided, and each rank with samples pays its time per batch (fixed cost of a pass,
-optimizer) beside its samples' time. The longest rank's time is the step.
+optimizer) in addition to its samples' time. The longest rank's time is the step.
 """
 
 from __future__ import annotations
@@ -96,10 +96,9 @@ def split_for_makespan(
 def clip_split(
     parts: Sequence[int], total: int, minimum: int
 ) -> tuple[int, ...] | None:
-    """Divides a smaller batch where a larger batch was divided, keeping samples' ranks.
+    """Clips the shares of a larger batch to a smaller one, keeping samples' ranks.
 
-    Only the last samples move to later ranks, if these would have less than the
-    minimum.
+    Only the last samples move to later ranks that would have less than the minimum.
 
     Args:
         parts: shares of the larger batch, each at least the minimum or 0.
@@ -107,7 +106,7 @@ def clip_split(
         minimum: least share of a rank that has one.
 
     Returns:
-        One share per rank, with sum ``total``; None if that is too small for all.
+        One share per rank, with sum ``total``; None if ``total`` is too small for all.
     """
     owed = minimum * sum(part > 0 for part in parts)
     if total < owed:
@@ -203,12 +202,12 @@ def best_step_s(
 def whole_sample_bound(
     batch: int, sample_s: Sequence[float]
 ) -> tuple[float, int | None] | None:
-    """Returns the fraction of speed left by whole samples, and a large enough batch.
+    """Returns the fraction of speed that whole samples leave, and a sufficient batch.
 
     Returns:
         The fraction left, and the first doubling of the batch from which less than
         `SMALL` is lost, or None. (A few larger batches are tried as well, since a
-        single size may divide well by luck.) None if less than `WORTH_NAMING` is.
+        single size may divide well by luck.) None if less than `WORTH_NAMING` is lost.
     """
     speed = sum(1.0 / each for each in sample_s)
 

@@ -18,7 +18,7 @@ class LossLimits:
         changing: ranks that are being excluded from steps, or return to them. The
             others regroup at different times, so a loss now is not survived.
         has_breaks: whether loops have left the epoch early.
-        stale: ranks that were excluded for good, and cannot become the first one.
+        stale: ranks excluded for good, which cannot become the first rank.
     """
 
     sole_holders: Set[int] = frozenset()
@@ -35,8 +35,8 @@ class RunFacts:
         has_launcher: whether elche's launcher ends the processes of lost ranks.
         has_default_group: whether the script formed torch.distributed's default group.
         settings: settings that the ranks agreed on; None before they have joined.
-        backend: devices' own backend that sums the gradients; "" through the host.
-        ranks: ranks of the run, including those that have left in order.
+        backend: the devices' own backend that sums gradients; "" if the host does.
+        ranks: ranks of the run, including those that have left cleanly.
         has_left: whether some of them have left.
         epoch: number of the latest epoch, -1 before the first.
         limits: the policy's current limits.

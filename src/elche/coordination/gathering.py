@@ -95,7 +95,7 @@ class EpochEnding:
         return self.confirm(-1)
 
     def confirm(self, rank: int) -> list[Instruction]:
-        """Notes that a rank lives or is lost; releases instructions after the last."""
+        """Notes that a rank lives or is lost; the last one releases instructions."""
         self._unconfirmed.discard(rank)
         if self._unconfirmed:
             return []

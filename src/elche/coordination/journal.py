@@ -30,8 +30,8 @@ class Entry:
     """One input of the coordinator.
 
     Attributes:
-        source: rank whose stream delivered it, or `LAUNCHER`; both are counted.
-            None for events of the coordinator's own shell.
+        source: rank whose stream delivered it, or `LAUNCHER`; inputs of both are
+            counted. None for events of the coordinator's own shell.
         what: an event, or other input to record.
         now_s: time of receipt.
     """
@@ -48,7 +48,7 @@ class RankStream:
     Attributes:
         name: stream name, by which a rank is recognised when it reconnects.
         taken: number of messages received from the rank.
-        acknowledged: number of them acknowledged to the rank.
+        acknowledged: number of these messages acknowledged to the rank.
         pending: instructions that the rank may not have received.
     """
 
@@ -101,7 +101,7 @@ class RunRecord:
         return []
 
     def clock_s(self, wall_s: float, host_s: float) -> float:
-        """Returns the run clock's offset to a host's; coordinator restarts count."""
+        """Returns the run clock's offset (s) to a host's; it includes restarts."""
         return max(self.now_s, wall_s) - host_s
 
     def expects(self, rank: int) -> bool:

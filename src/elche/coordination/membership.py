@@ -60,8 +60,8 @@ member   silent        lost          member
 left     failed        ended         ended
 left     disconnected  left          left
 left     silent        left          left"""
-"""Next state of a rank by its state and cause: if the run survives its loss, and if
-not. A lost rank is no longer in the run; `ENDED` ends the run.
+"""Next state of a rank by its state and the cause, if the run survives the loss or not.
+A lost rank is no longer in the run; `ENDED` ends the run.
 """
 TRANSITIONS: Final = {
     (RankState(state), cause): (RankState(survived), RankState(fatal))
@@ -77,8 +77,8 @@ class Membership:
         grows: whether newcomers may join the run where an epoch is cut.
 
     Attributes:
-        ranks: ranks in the run now, including those that have left it in order.
-        left: ranks that have left in order, with the last event of each.
+        ranks: ranks in the run now, including those that have left it cleanly.
+        left: ranks that have left cleanly, with the last event of each.
         min_ranks: least number of ranks; a cut epoch pauses while there are fewer.
         generation: number of the group; each membership change begins the next
             generation.
@@ -207,7 +207,7 @@ class Membership:
         return self._regroup(self.ranks, left=tuple(members))
 
     def leave(self, event: Left) -> list[Instruction]:
-        """Records a rank that leaves in order; a group being formed excludes it."""
+        """Records a rank that leaves cleanly; a group being formed excludes it."""
         self.left[event.rank] = event
         stay = self.ranks - self.left.keys()
         if event.rank not in self.pending or not stay:
@@ -348,7 +348,7 @@ def cause_of(event: Left | Failed | RankLost) -> str:
 
 
 def next_state(state: RankState, cause: str, *, survives: bool) -> RankState:
-    """Returns the state after a departure; ``survives``: the run can go without it.
+    """Returns the state after a departure; ``survives``: the run continues.
 
     Raises:
         TransitionError: `TABLE` has no such transition.

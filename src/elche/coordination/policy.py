@@ -24,8 +24,8 @@ next decision.
 """
 
 TABLE_RANKS = 64
-"""Most ranks for which every rank receives each rank's metrics; beyond it, all but the
-first receive totals. Tables for 10,000 ranks would take 3 GB at every epoch's end.
+"""Most ranks of which all receive metrics per rank; beyond it, all but the first
+receive totals. Tables for 10,000 ranks would take 3 GB at every epoch's end.
 """
 
 
@@ -184,7 +184,7 @@ class Policy(ABC):
 
     @abstractmethod
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """Resumes after all members have formed their group with these results."""
+        """Resumes after the members' regroup; ``reduced``: results that they hold."""
 
     @abstractmethod
     def has_left(self, rank: int) -> bool:

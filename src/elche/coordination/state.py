@@ -8,8 +8,8 @@ instructions. Each decision is logged in the story, which every error prints.
 
 Every departure of a rank takes one path (`Coordinator._gone`), whatever the cause:
 `fatal_loss` decides whether the run survives it, and `membership.TABLE` gives the next
-state. An unchanged state has no consequence. If a connection ends when others have left
-and all is committed, that rank counts as left; messages of lost ranks are ignored.
+state. No transition, no effect. If a connection ends when others have left and all is
+committed, its rank counts as left. Messages of lost ranks are ignored.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Coordinator:
 
     @property
     def members(self) -> Set[int]:
-        """Ranks that are in the run, or have left it in order."""
+        """Ranks that are in the run, or have left it cleanly."""
         return self._membership.ranks
 
     @property
@@ -184,7 +184,7 @@ class Coordinator:
         return self._story.of_rank(rank)
 
     def lease_story(self, batch: int, epoch: int | None = None) -> list[str]:
-        """Returns messages that leased or trained a batch; None is the latest epoch."""
+        """Returns messages that leased or trained a batch; epoch None: the latest."""
         if epoch is None:
             epoch = -1 if self._epochs is None else self._epochs.number
         return self._story.of_batch(batch, epoch)
@@ -317,7 +317,7 @@ class Coordinator:
         )
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
-        """Handles a rank that leaves in order; an error if others wait for it."""
+        """Handles a rank that leaves cleanly; an error if others wait for it."""
         self._replicas = ()
         replies = self._membership.leave(event)
         if self.is_finished:
@@ -352,7 +352,7 @@ class Coordinator:
     def _lose_replica(
         self, rank: int, replica: tuple[int, ...], cause: str, now_s: float
     ) -> list[Instruction]:
-        """Handles a lost rank of a replica, all of whose ranks are fenced."""
+        """Handles a lost rank of a replica; all ranks of the replica are fenced."""
         self.lost.update(replica)
         self.silent.update(replica if cause == "silent" else ())
         self._replicas = tuple(one for one in self._replicas if one != replica)
@@ -377,7 +377,7 @@ class Coordinator:
 
     @property
     def _is_over(self) -> bool:
-        """True if ranks have left in order and all trained work is committed."""
+        """True if ranks have left cleanly and all trained work is committed."""
         is_between = self._epochs is None or not self._epochs.is_under_way
         return not self._fatal_setting and bool(self._membership.left) and is_between
 

@@ -54,7 +54,7 @@ def refuse_arguments(given: dict[str, Any]) -> None:
 
 
 def cap_mb(model: nn.Module) -> float:
-    """Default bucket capacity (MiB): small enough to overlap, few messages."""
+    """Default bucket capacity (MiB): small enough to overlap, in few messages."""
     size = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     return min(MOST_CAP_MB, max(LEAST_CAP_MB, size / MIB / BUCKETS_AIMED_AT))
 

@@ -308,7 +308,7 @@ class ElcheTrainerMixin(_Trainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _set_mean_loss(self, tr_loss: torch.Tensor) -> None:
-        """Replaces the sum of this rank's losses by that of the steps' mean losses."""
+        """Replaces the sum of this rank's losses by the sum of steps' mean losses."""
         if self._step_losses is not None:
             tr_loss.fill_(self._step_losses.take())
 

@@ -113,7 +113,7 @@ def call_in_fork(main: Callable[..., Any], *args: Any) -> Any:
     """Calls ``main``, unless the fork's parent has used the accelerator.
 
     Raises:
-        ConfigError: it has; the message names the remedy.
+        ConfigError: the parent has used it; the message names the remedy.
     """
     try:
         choice.start()

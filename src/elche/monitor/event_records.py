@@ -67,11 +67,11 @@ class SpeedWatch:
     """Watches ranks that share the work of a run under one policy.
 
     Speed is samples over time of own work, in intervals of a second. It has changed
-    when the latest intervals all differ from the usual one by `FACTOR`; that is the
-    usual speed from then on. So noise below the root of `FACTOR` (22%) is no change.
+    when the latest intervals all differ from the usual speed by `FACTOR`; they then
+    define the usual speed. So noise below the root of `FACTOR` (22%) is no change.
 
     Shares follow a rank that changes. As batches have fixed costs, the other ranks'
-    speeds follow, too: by less, and the other way. Such changes are not returned.
+    speeds follow as well: less, in the other direction. These changes are not returned.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class SpeedWatch:
     def observe(
         self, window: dict[str, Any], ranks: Set[int]
     ) -> list[tuple[str, str, int]]:
-        """Returns name, text and rank of changes in a further ``window`` record."""
+        """Returns name, text and rank of each change in the next ``window`` record."""
         names = "rank_samples", "discarded_samples", "busy_s"
         for rank, row in enumerate(zip(*map(window.get, names), strict=True)):
             samples, time_s = self._work.get(rank, (0, 0.0))
@@ -247,7 +247,7 @@ class EventRecorder:
         return [event_record(name, text, rank) for name, rank in named]
 
     def _return(self, samples: Sequence[int]) -> list[Record]:
-        """Ranks that train in a second window since they were to take part."""
+        """Ranks that train in a second window after their exclusion has ended."""
         there = {r for r, n in enumerate(samples) if n} & (self._excluded - self._out)
         back, self._tried = there & self._tried, self._tried | there
         self._excluded -= back
@@ -285,8 +285,8 @@ def event_record(name: str, text: str, rank: int | None = None) -> Record:
 def merged(windows: Sequence[Record]) -> Record:
     """Merges windows: sums of times and samples, weighted means of logged values.
 
-    Speeds of devices are means over the wall time: they count while a rank was there.
-    The rest is that of the last window.
+    Device speeds are means over the wall time in which the rank was present. Other
+    fields are those of the last window.
     """
     record = dict(windows[-1])
     for name in ("duration_s", "synchronisations"):

@@ -17,7 +17,7 @@ KINDS: Final = "file", "run", "rank", "epoch", "epoch_end", "window", "event", "
 
 @final
 class RunHistory:
-    """Records of a run, complete as far as they have been fed.
+    """Records of a run, as far as they have been fed.
 
     Args:
         most_windows: bound on windows in memory; beyond it older ones are merged.
@@ -160,8 +160,8 @@ def rank_row(window: Record, rank: int) -> dict[str, float]:
     ``share`` is of the samples. ``compute``, ``data_wait``, ``transfer`` and
     ``sync_wait`` (waiting for other ranks, and reducing) are fractions of its time,
     which add up to 1; ``busy`` is the sum of the first three. ``reduction_s`` is the
-    time of a synchronisation, with its wait for others: the least of the ranks', who
-    wait least, is that of the links.
+    time of a synchronisation, with its wait for others: the least of the ranks' is that
+    of the links, since that rank waits least.
     """
 
     def of(name: str) -> float:

@@ -1,8 +1,8 @@
 """`elche.ray.run`: a function or a script on the nodes of a Ray cluster.
 
-It starts the supervisor of the run, an actor on the head node. It makes, watches and
-replaces the ranks' actors, and holds the coordinator, by the code of `elche run`. It is
-never restarted elsewhere: only ranks that reach it can commit.
+It starts the supervisor of the run, an actor on the head node. The supervisor makes,
+watches and replaces the ranks' actors, and holds the coordinator, with the code of
+`elche run`. It is never restarted elsewhere: only ranks that reach it can commit.
 """
 
 from __future__ import annotations

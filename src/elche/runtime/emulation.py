@@ -1,9 +1,9 @@
 """Emulated devices: real, small compute stretched to a fixed time per sample.
 
 An emulated device is a real worker on the CPU. It computes the real model, its real
-gradients and its real updates, and sleeps until a device of the declared speed would
-have got as far: one third of a pass's time in the forward pass, two thirds spread over
-the backward pass before each gradient appears. So a reduction started by a gradient can
+gradients and its real updates, and sleeps until a device of the declared speed would be
+as far: one third of a pass's time in the forward pass, two thirds spread over the
+backward pass before each gradient appears. So a reduction started by a gradient can
 overlap with the rest, as on a device. Every contender of a comparison gets the same
 wrapper.
 
@@ -91,8 +91,8 @@ class EmulationHandle:
     Attributes:
         steps: backward passes finished so far.
         nominal_s: declared time of those passes and their forward passes.
-        overrun_s: time by which real compute exceeded the declaration. What the
-            scheduler adds to a sleep is not in it.
+        overrun_s: time by which real compute exceeded the declaration. Delays that the
+            scheduler adds to sleeps are not included.
 
     Raises:
         ConfigError: if no parameter requires a gradient, or one is not on the CPU.
@@ -207,10 +207,10 @@ emulate = EmulationHandle
 class _BackwardPass:
     """One backward pass in progress: its emulated time and its state.
 
-    Each gradient takes an equal part of the time, in whatever order autograd
-    brings them. Layers have about equal numbers of parameters, so this is time by
-    depth; time by size would leave almost none for the layers below a large
-    table, whose real compute then has nothing to hide in.
+    Each gradient takes an equal part of the time, in whatever order autograd brings
+    them. Layers have about equal numbers of parameters, so this is time by depth; time
+    by size would leave almost none for the layers below a large table, so their real
+    compute could not hide.
     """
 
     running: bool = False

@@ -37,8 +37,8 @@ class RunLoader(_Base):
 
     Under ``sync`` every rank gets a share of each global batch; under ``cadence`` each
     rank gets whole batches, as many as its speed allows, so a loop body runs a
-    different number of times on each rank. ``len()`` is the single-process length;
-    all but iteration is the user's loader's.
+    different number of times on each rank. ``len()`` is the single-process length; all
+    but iteration is forwarded to the user's loader.
 
     Args:
         loader: the user's loader.

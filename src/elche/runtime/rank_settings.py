@@ -261,7 +261,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
         )
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
-    # Both compare losses, which are of a rank's own share; all else is of common sums.
+    # Both options compare losses, each rank's own; all else uses common sums.
     by_loss = any(
         g["line_search_fn"] or g["tolerance_change"] for g in optimizer.param_groups
     )

@@ -1,4 +1,4 @@
-"""One training run on several ranks, as one rank holds it."""
+"""One rank's side of a training run on several ranks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from elche.runtime.windows.synchroniser import Synchroniser
 logger = logging.getLogger(__name__)
 HELD = (
     "elche: the run ended inside an epoch whose iterator the script still held "
-    "(next() on it, say): under policy {!r} the model that it read after that was "
-    "each rank's own, not the common one; write `for batch in loader.steps(n):`"
+    "(next() on it, say): under policy {!r} each rank then holds its own model, not "
+    "the common one; write `for batch in loader.steps(n):`"
 )
 UNSTEPPED = (
     "elche: rank %d took no optimizer step after the backward passes of its last %d "
-    "batches: under policy %r it runs its own number of batches, so that `i + 1 == "
-    "len(loader)` never comes; accumulate inside a batch, or choose policy 'sync'"
+    "batches: under policy %r it runs its own number of batches, so `i + 1 == "
+    "len(loader)` may never hold; accumulate inside a batch, or choose policy 'sync'"
 )
 
 
@@ -113,7 +113,7 @@ class Run:
 
         Raises:
             MismatchError: ranks disagree.
-            CommunicationError: the ranks did not come together.
+            CommunicationError: the ranks did not connect in time.
         """
         config, model, loader = training.config, training.model, training.loader
         hints = config.speed_hints
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def progress_samples(self) -> float:
-        """Samples of the run so far, the same function on every rank."""
+        """Samples of the run so far: the same function of progress on every rank."""
         self._observer.schedulers.rates.has_read_progress = True
         return self.samples_done
 
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def progress_steps(self) -> float:
-        """Steps of the run so far, the same function on every rank."""
+        """Steps of the run so far: the same function of progress on every rank."""
         self._observer.schedulers.rates.has_read_progress = True
         return self.epochs.progress_steps
 

@@ -98,7 +98,7 @@ class TrainingOptions:
         config: the run's settings.
         epochs: number of epochs of the run, if known.
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
-            parts, as that of the `Trainer` does; a user's own loop must not.
+            parts, as the `Trainer` does; a user's own loop must not.
         copies: copies of the model that the loop updates (EMA).
         is_default: the policy was not named.
     """

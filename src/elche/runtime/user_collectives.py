@@ -129,7 +129,7 @@ class UserCollectives:
     def _gather_between(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
         """Gathers between epochs; survivors repeat it if a rank dies meanwhile.
 
-        All ranks are notified of a death before the next barrier passes, or all after.
+        Either all ranks learn of a death before the next barrier passes, or all after.
         """
         worker = self._worker
         if worker.on_regroup is None:

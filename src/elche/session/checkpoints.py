@@ -17,22 +17,22 @@ from elche.session.process import process, shutdown
 def epochs(count: int) -> Iterator[int]:
     """Yields the numbers of the remaining epochs.
 
-    A fresh run gets all of them. A run resumed inside an epoch gets that one first, and
-    the loader then yields only the rest of it::
+    A fresh run gets all of them. A run resumed inside an epoch gets that epoch first,
+    and the loader then yields only its rest::
 
         for epoch in elche.epochs(10):
             for x, y in loader:
                 ...
 
-    Resumes by itself where ``elche run --resume`` asks for that, and makes checkpoints
-    by time where ``--checkpoint-every`` or `elche.save_every` do: inside epochs and
-    between them. Every rank calls it.
+    With ``elche run --resume`` it resumes. With ``--checkpoint-every`` or
+    `elche.save_every` it makes checkpoints by time, inside epochs and between them.
+    Every rank calls it.
 
     Args:
         count: epochs of the whole run.
 
     Raises:
-        ConfigError: this is no number of epochs, or there is no run and no pipeline.
+        ConfigError: ``count`` is invalid, or there is no run and no pipeline.
     """
     check_whole("the number of epochs", count, 0)
     _needs_run("epochs")
@@ -67,7 +67,7 @@ def register_for_checkpointing(*objects: Any, **named: Any) -> None:
     `elche.setup`, on every rank, in the same order.
 
     Raises:
-        ConfigError: an object has no state, or a name comes twice.
+        ConfigError: an object has no state, or a name is used twice.
     """
     _needs_run("register_for_checkpointing")
     first = process.checkpoints.num_registered
@@ -103,7 +103,7 @@ def resume(folder: str | Path) -> bool:
         folder: folder of the checkpoints.
 
     Returns:
-        True if there was one; otherwise the run starts fresh.
+        True if there was a checkpoint; otherwise the run starts fresh.
 
     Raises:
         ConfigError: there is no run, or an epoch has begun.

@@ -21,10 +21,10 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
     """Logs a number measured on the current batch; its means are in the metrics.
 
     The value is weighted by the samples of this rank's batch, or by ``weight_of``, so
-    the mean over ranks equals the mean over samples. A tensor may be on any device and
-    nothing waits for it: what the device has not computed when a window ends counts in
-    a later window of the epoch. Outside the loop over the loader nothing is logged, so
-    a loss function that logs may be used for evaluation as well.
+    the mean over ranks equals the mean over samples. A tensor may be on any device, and
+    nothing waits for it: a value not computed when a window ends counts in a later
+    window of the epoch. Outside the loop over the loader nothing is logged, so a loss
+    function that logs may be used for evaluation as well.
 
     Args:
         name: name of the scalar.
@@ -43,11 +43,11 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
 def batch_weight() -> float:
     """Weight of the current batch on this rank: samples, or ``weight_of``.
 
-    Under ``sync`` a batch with fewer samples than there are ranks (than two for each
-    with BatchNorm layers) leaves some ranks without any. Such a rank runs its loop body
-    on samples that another rank counts, so that all take the same step. The weight is 0
-    then: leave the batch out of sums, predictions and stored results. Outside the loop
-    the weight is 0, too.
+    Under ``sync`` some ranks get no samples of a batch with fewer samples than ranks
+    (with BatchNorm layers, fewer than two per rank). Such a rank runs its loop body on
+    samples that another rank counts, so that all take the same step. Its weight is then
+    0: exclude the batch from sums, predictions and stored results. Outside the loop the
+    weight is 0, too.
 
     Raises:
         ConfigError: there is no run yet.
@@ -58,9 +58,9 @@ def batch_weight() -> float:
 def metrics() -> list[WindowMetrics]:
     """Metrics of the windows that have ended since the last call; does not wait.
 
-    On rank 0, and in a run of one, where a window is about a second; the last ones stay
-    readable when the run has ended. On other ranks the list is empty. Only the newest
-    1000 windows are kept.
+    Available on rank 0, and in a run of one rank, where a window is about a second. The
+    last ones stay readable after the run. On other ranks the list is empty. Only the
+    newest 1000 windows are kept.
     """
     return [] if process.metrics is None else process.metrics.windows()
 
@@ -96,7 +96,7 @@ def timeline(path: str | Path | None = None) -> list[Span]:
     """Timeline of this rank: waits for data, batches, synchronisations.
 
     Times are of the host's monotonic clock, which its ranks share. The newest 200,000
-    batches are kept. ``elche run --trace FILE`` writes that of all ranks.
+    batches are kept. ``elche run --trace FILE`` writes all ranks' timelines.
 
     Args:
         path: file for it as a Chrome trace, which ui.perfetto.dev opens.
@@ -127,11 +127,11 @@ def summary() -> RunSummary:
 def log_to(writer: Any) -> None:
     """Logs the metrics of this and later runs of the process to a tracker.
 
-    From rank 0 alone, at the run's global steps: for each window (under ``sync`` about
-    ten a second) the means of `log_scalar`'s values and ``elche/samples_per_s``,
-    ``elche/efficiency``, ``elche/share/RANK``; for each epoch its means as
-    ``epoch/NAME``. May be called several times, before or after `elche.setup`. A writer
-    that raises is logged and removed.
+    Rank 0 logs at the run's global steps. For each window (under ``sync`` about ten a
+    second) it logs the means of `log_scalar`'s values and ``elche/samples_per_s``,
+    ``elche/efficiency``, ``elche/share/RANK``; for each epoch, means as ``epoch/NAME``.
+    May be called several times, before or after `elche.setup`. A writer that raises is
+    logged and removed.
 
     Args:
         writer: with ``add_scalar(name, value, step)``, as torch's SummaryWriter; or
@@ -139,7 +139,7 @@ def log_to(writer: Any) -> None:
             ``trackio``. None: stop all logging.
 
     Raises:
-        ConfigError: it is no such writer.
+        ConfigError: ``writer`` has neither method.
     """
     if writer is None:
         process.trackers.clear()

@@ -83,7 +83,7 @@ class Process:
         return read_placement() if self.placement is None else self.placement
 
     def trains_beside(self) -> bool:
-        """True if another thread than this one trains."""
+        """True if a thread other than this one trains."""
         thread = self.training
         return (
             thread is not None

@@ -24,8 +24,8 @@ STATE_KEYS = {"version", "samples", "steps", "averaging"}
 def progress_samples() -> float:
     """Samples that the run has trained on, plus this window's planned ones so far.
 
-    The same function of the run's progress on every rank, whatever its speed: what a
-    learning rate should follow. The current batch does not count yet.
+    It is the same function of the run's progress on every rank, whatever its speed. A
+    learning rate should follow it. The current batch does not count yet.
     """
     return 0.0 if process.run is None else float(process.run.progress_samples)
 
@@ -33,9 +33,9 @@ def progress_samples() -> float:
 def progress_steps() -> float:
     """Steps that the run has taken: global batches of the loader, whatever the policy.
 
-    The same function of the run's progress on every rank: what a hand-written
-    ``get_lr(step)`` should follow. Under ``sync`` and on one device it is the number of
-    finished loop bodies; in windows it grows by parts of a step.
+    It is the same function of the run's progress on every rank. A hand-written
+    ``get_lr(step)`` should follow it. Under ``sync`` and on one device it is the number
+    of finished loop bodies; in windows it grows by parts of a step.
     """
     return 0.0 if process.run is None else float(process.run.progress_steps)
 
@@ -109,12 +109,11 @@ def follow(scheduler: Scheduler) -> Scheduler:
     """Lets a scheduler of torch's follow the run's progress, equally on every rank.
 
     The loop's own ``scheduler.step()`` stays where it is. In windows (``cadence``,
-    ``async``, ``auto``) it only shows after how many batches the schedule moves. elche
-    steps it as often as one device would have, by the samples of all ranks. At the
-    epoch's end it is where one device ends, so its ``state_dict()`` is that of one
-    device. Between epochs the call is torch's own, with
-    the mean over ranks of ReduceLROnPlateau's metric. Under ``sync`` and on one
-    device nothing changes. ::
+    ``async``, ``auto``) it only shows elche after how many batches the schedule moves.
+    elche steps it as often as one device would have, by the samples of all ranks. At
+    the epoch's end its ``state_dict()`` is the same as on one device. Between epochs
+    the call is torch's own, with the mean over ranks of ReduceLROnPlateau's metric.
+    Under ``sync`` and on one device nothing changes. ::
 
         model, optimizer, loader = elche.setup(model, optimizer, loader)
         scheduler = elche.follow(CosineAnnealingLR(optimizer, epochs * len(loader)))
@@ -128,9 +127,9 @@ def follow(scheduler: Scheduler) -> Scheduler:
         The scheduler.
 
     Raises:
-        ConfigError: it is no scheduler of torch's, there is no run yet, or this is the
-            inside of a loop. Calls inside a loop of windows raise it too where they
-            have an argument, or come twice in a batch.
+        ConfigError: it is no scheduler of torch's, there is no run yet, or it is called
+            inside a loop. Calls inside a loop of windows raise it too where they have
+            an argument, or come twice in a batch.
     """
     check_scheduler(scheduler)
     run = needed(process.run, "follow")

@@ -49,7 +49,8 @@ def barrier() -> None:
 
     Raises:
         RemoteRankError: another rank failed meanwhile.
-        NonFiniteError: the run has ended by it, which a ``break`` cannot raise.
+        NonFiniteError: the run has ended with this error, which a ``break`` cannot
+            raise.
         CommunicationError: a rank is lost; `DeadlineError` if one did not call it
             within ``timeout_s``.
         ConfigError: it is called inside a loop under ``cadence``, where ranks run
@@ -81,10 +82,10 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
 
     Ranks may pass different numbers of rows; under ``sync`` the result is in the order
     of the global batch, on every rank. elche weighs each rank's loss by its samples (or
-    by ``weight_of``), and the gradient follows that: it is that of the whole batch if
-    every rank computes the mean loss over all rows, or the mean loss of its own rows
-    against all. A rank whose `elche.batch_weight` is 0 adds no rows. Labels and other
-    tensors without gradient are passed through, in any dtype.
+    by ``weight_of``). So the gradient is that of the whole batch if every rank computes
+    the mean loss over all rows, or the mean loss of its own rows against all. A rank
+    whose `elche.batch_weight` is 0 adds no rows. Labels and other tensors without
+    gradient are passed through, in any dtype.
 
     Every rank calls it equally often, and every rank or none runs backward through it.
     On one device it returns the tensor. Outside the loop ranks' losses weigh equally.
@@ -95,7 +96,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
             ``weighted_all_reduce_gradients``; None for equal ranks.
 
     Raises:
-        ConfigError: this is no tensor with rows, there is no run, or the ranks train in
+        ConfigError: ``tensor`` has no rows, there is no run, or the ranks train in
             windows, where their batches differ in number.
         MismatchError: ranks pass rows of different shapes or dtypes, or a gradient on
             some only.
@@ -132,12 +133,11 @@ def gather(rows: Tree) -> Tree:
 
     Args:
         rows: a tensor, or tensors in lists, tuples and dictionaries; each this rank's
-            rows along its first dimension. A tensor without one is one row.
+            rows along its first dimension. A scalar tensor is one row.
 
     Raises:
-        ConfigError: a value of another type is nested in it, there is no run, or this
-            is the inside of a loop in windows, where ranks run different numbers of
-            batches.
+        ConfigError: a nested value has another type, there is no run, or it is called
+            inside a loop in windows, where ranks run different numbers of batches.
         MismatchError: ranks pass rows of different shapes or dtypes.
         CommunicationError: a rank did not call it in time.
     """
@@ -150,8 +150,8 @@ def any(flag: bool | torch.Tensor) -> bool:
 
     To stop by hand together: ``if elche.any(loss_is_bad): break``. Every rank calls it
     equally often: between epochs, or inside the loop under ``sync``, where it costs a
-    small synchronisation. In windows it is refused there, and not needed: a ``break``
-    on one rank ends the epoch on all.
+    small synchronisation. Inside a loop in windows it is refused, and not needed: a
+    ``break`` on one rank ends the epoch on all.
 
     Args:
         flag: flag of this rank.

@@ -97,7 +97,7 @@ def setup(
         ConfigError: an argument is wrong, or cannot be trained on several ranks.
         MismatchError: ranks disagree about model, data or settings.
         RemoteRankError: another rank failed meanwhile; the loader raises these as well.
-        CommunicationError: the ranks did not come together within ``timeout_s``.
+        CommunicationError: the ranks did not connect within ``timeout_s``.
     """
     asked = SetupConfig(
         config=run_config(config, options),
@@ -172,7 +172,7 @@ def move_model(
     """Moves a model in place; its parameters stay the objects that optimizers hold.
 
     If `Module.to` would make new parameters (devices of extensions, XLA, or a switch of
-    `torch.__future__`), contents are swapped instead, unless the model is there
+    `torch.__future__`), contents are swapped instead, unless the model is on the device
     already.
 
     Raises:

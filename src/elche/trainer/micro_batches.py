@@ -3,7 +3,7 @@
 This needs a loop owned by the library, which can rerun forward and backward. When the
 device runs out of memory, the attempt is rolled back (gradients, statistics, random
 numbers). The batch is run again in more micro-batches (2, 3, 4, then half as many
-again), whose gradients sum to that of the whole. The size that fits becomes the
+again), whose gradients sum to the whole batch's. The size that fits becomes the
 device's cap; it is more than half of the possible size. The ranks still reduce once:
 the others only see the time it takes.
 
@@ -12,8 +12,8 @@ every step. If a size fails that fitted before (longer samples, fragmented memor
 statistics keep the contribution of the failed attempt.
 
 Buckets of gradients that the failed backward pass has already sent stay sent. A bucket
-is sent when all its gradients are complete, and those of the same samples are equal
-however they are divided. (With dropout they are those of the first masks.)
+is sent when all its gradients are complete, and gradients of the same samples are
+equal, however these are divided. (With dropout they are those of the first masks.)
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class TrainerConfig:
         max_grad_norm: clip gradients to this norm, after the reduction.
         lr_schedule: factor on the learning rate as a function of progress in samples,
             0 to 1; the same on every rank, whatever its speed.
-        lr_scale: constant factor on top of it.
+        lr_scale: constant factor on top of ``lr_schedule``.
         on_epoch_end: called on rank 0 with each `EpochRecord`, in the training thread.
             Its exceptions end the run on every rank and are raised by `Trainer.fit`, as
             in the user's own loop.
@@ -210,7 +210,7 @@ class TrainerOptions(RunOptions, total=False):
 
 
 def trainer_config(options: Mapping[str, Any]) -> TrainerConfig:
-    """Splits keyword options into those of the trainer and those of the run.
+    """Splits keyword options into options of the trainer and of the run.
 
     Raises:
         ConfigError: an option is unknown, missing or wrong.

@@ -5,7 +5,7 @@ and no reduction is in progress. In addition to model and optimizer it has the o
 momentum, equal on all ranks, and the codec's residual, local to each rank. With it a
 run resumes bit-identically.
 
-Encoded gradients have residuals alone. All trained parameters form one group of them,
+Encoded gradients have residuals alone. They form one group of all trained parameters,
 in order of definition, because bucket layouts and ranks may differ at loading.
 """
 

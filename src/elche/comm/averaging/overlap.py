@@ -16,8 +16,8 @@ that also holds the drift), half of one for an outer momentum. Optimizer state s
 local, or is reset when a mean is adopted.
 
 In shared memory a message is overwritten when all ranks have adopted its mean. A rank
-that closes its window before keeps the drift apart, one copy more, and sends it with
-the plan: that follows when all ranks have closed theirs, so they have adopted before.
+that closes its window before that keeps the drift in one more copy, and sends it with
+the plan. The plan follows when all ranks have closed, and so have adopted.
 """
 
 from __future__ import annotations

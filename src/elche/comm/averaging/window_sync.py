@@ -32,11 +32,11 @@ class WindowSync(ABC):
 
     is_overlapped = False
     weighs_gradients = False
-    """True if gradients are weighed by the batch in hand."""
+    """True if gradients are weighed by the current batch's weight."""
     is_common_step = False
     """True if the window's end is a step of the optimizer, the same on every rank."""
     takes_steps = True
-    """True while optimizers may step; summed gradients allow the end's step alone."""
+    """True while optimizers may step; on summed gradients, only at the window's end."""
     has_moved = True
     """False if the last window's update is known to be zero: all gradients still wait
     for an optimizer step. It is checked only after a non-finite update."""
@@ -128,7 +128,7 @@ class WindowSync(ABC):
         """
 
     def reduce(self, plan: Reduce) -> SyncResult:
-        """Reduces now, waiting for the others."""
+        """Runs a planned reduction, waiting for the other ranks."""
         raise ProtocolError(f"window {plan.window} is only reduced overlapped")
 
     def begin(self, plan: Reduce) -> None:

@@ -54,7 +54,7 @@ def hook_accumulation(
 class GradientFactor:
     """A factor applied to gradients when they are accumulated.
 
-    So `torch.autograd.grad` is unaffected, and so is the present content of ``p.grad``.
+    `torch.autograd.grad` and gradients already in ``p.grad`` are unaffected.
 
     Attributes:
         value: the factor; 0 adds zeros even if gradients are NaN or Inf.

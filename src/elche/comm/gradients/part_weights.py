@@ -168,7 +168,7 @@ class PartWeights:
 
     Attributes:
         part: part of the step that new gradients belong to; None outside of a step.
-        scale: factor of gradients, by this rank's knowledge.
+        scale: factor of gradients, as far as this rank knows the weights.
         ranks: number of ranks that have samples, if losses are sums.
         are_of_sums: True if losses are sums.
     """

@@ -61,11 +61,11 @@ class GradientReducer(BucketPass):
 
     Attributes:
         on_backward: callback run once when the next reduced backward pass begins. There
-            the host work is hidden by the device's computation; between two steps the
-            device, and every other rank, would wait.
+            the device's computation hides the host work; between two steps the device,
+            and every other rank, would wait.
         look: observer called in every pass after the last gradient, before ``p.grad``
             is reduced; called without gradients if the rank's weight is 0. Small
-            gradients are there, and one of the last ones.
+            gradients are still present, and one of the last ones.
         lost: maps a step's label and a pass's number to the fraction missing from
             ranks that left the epoch; the sum is rescaled to the mean of the rest.
         pass_steps: checksum of the steps of all passes so far, in order.

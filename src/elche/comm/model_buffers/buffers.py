@@ -251,6 +251,6 @@ def _is_comparable(buffer: torch.Tensor) -> bool:
 
 
 def _same_bits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if values are equal; NaN equals NaN, so an unwritten mask may have NaN."""
+    """True if values are equal; NaN equals NaN, since a mask may hold NaN."""
     is_alike = (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
     return is_alike and torch.allclose(buffer, value, 0.0, 0.0, equal_nan=True)

@@ -226,7 +226,7 @@ class WindowBuffers:
     def apply(self) -> None:
         """Writes means and sums of the plan's buffers; call after :meth:`wait`.
 
-        If no rank's training counts, the last common float values are written again,
+        If no rank's training counts, float buffers get their last common values again,
         except for large buffers that have never been sent.
         """
         plan = self._plan

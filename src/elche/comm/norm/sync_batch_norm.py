@@ -128,7 +128,7 @@ class Normalise(torch.autograd.Function):
 
 
 def _summed(statistics: UnionStatistics, sums: torch.Tensor) -> torch.Tensor:
-    """Sums over all ranks, scaled to this rank's own loss."""
+    """Sums over ranks, each weighted by its loss, over this rank's loss weight."""
     own = statistics.own
     message = torch.zeros(sums.numel(), dtype=torch.float64, device="cpu")
     if own:

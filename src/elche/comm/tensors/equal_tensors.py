@@ -95,7 +95,7 @@ def broadcast_bits(
 def average(
     group: Group, tensors: Sequence[torch.Tensor], what: str, *, counts: bool = True
 ) -> None:
-    """Replaces tensors by their mean over the ranks with ``counts``; collective.
+    """Replaces tensors by their mean over ranks whose ``counts`` is set; collective.
 
     Uses one float64 message; means of integers are rounded.
     """

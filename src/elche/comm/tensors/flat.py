@@ -157,7 +157,7 @@ class FlatLayout:
             foreach_copy_(image.views[index], self._members(index))
 
     def subtract(self, index: int, base: FlatImage, image: FlatImage) -> None:
-        """Writes ``base`` minus the tensors to an image that has the staged tensors."""
+        """Writes ``base`` minus the tensors to an image, which holds staged tensors."""
         members = self._members(index)
         part = image.parts[index]
         if self._stage is None and len(members) == 1 and members[0].is_contiguous():

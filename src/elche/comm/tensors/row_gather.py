@@ -45,7 +45,7 @@ class RowParts:
 
 @final
 class RowGather:
-    """Gathers rows in a separate group, so also during a backward pass's reductions.
+    """Gathers rows in a separate group, so it can run beside backward's reductions.
 
     Args:
         group: process group of all ranks, used for nothing else.

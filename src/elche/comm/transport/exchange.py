@@ -27,14 +27,14 @@ from elche.errors import ProtocolError
 COUNTER_BYTES = 8
 LEAST_RANKS = 4
 LEAST_BYTES = 1 << 25
-"""Fewest ranks, and bytes of all ranks' messages, of a sum in parts.
+"""Least number of ranks, and bytes of all their messages, for a sum in parts.
 
 A smaller one costs less than waiting for parts does (`benchmarks.links.shared_sums`).
 """
 MOST_LATE_S = 1.0
-"""Longest wait for parts, during which no death is noticed.
+"""Upper bound (s) of a wait for other ranks' parts, in which no death is noticed.
 
-A rank that was stopped while it summed its own part measures too long a time.
+The wait is derived from this rank's own sum, which takes too long if it is stopped.
 """
 
 

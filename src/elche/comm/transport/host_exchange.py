@@ -128,7 +128,7 @@ class HostExchange(MemoryExchange):
     """A message that is summed inside hosts first; made by :func:`open_by_hosts`.
 
     The host's shared memory holds a slot per rank, then one or two sums, and a counter
-    with the number of the last sum. With two, the last sum but one is kept as well, for
+    with the number of the last sum. With two sums, the previous one is kept too, for
     hosts that have not received it.
     """
 

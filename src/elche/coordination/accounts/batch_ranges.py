@@ -114,14 +114,14 @@ class BatchSizes:
     def factor_of(self, batch: int) -> int:
         """Returns the number of local batches in a batch's global batch.
 
-        A sum over local samples is multiplied by it: the mean is then the global sum.
+        A sum over local samples is multiplied by it: their mean is the global sum.
         """
         return self.cut.parts_of(self.runs[self._run(batch)][0])
 
     def part_of(self, batch: int) -> tuple[int, int, int]:
-        """Returns a batch's global batch, its first sample there, and the end there.
+        """Returns a batch's place: global batch, first sample in it, one past the last.
 
-        Without a cut, that is the whole global batch.
+        Without a cut, a batch is a whole global batch.
         """
         run = self._run(batch)
         samples, (first, whole, _) = self.runs[run][0], self._starts[run]

@@ -49,8 +49,8 @@ class CopySamples:
 class DueUpdates:
     """Whole updates of one copy that are due; the fraction is carried over.
 
-    If every batch of an epoch updates the copy, the epoch makes as many updates as a
-    single process takes steps, for any windows.
+    If every batch of an epoch updates the copy, the epoch makes one update per step of
+    a single process, for any windows.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ class Costs:
         data_wait_s: part of ``busy_s`` spent waiting for data.
         transfer_s: part of ``busy_s`` spent moving data to the device.
         sync_wait_s: wait for other ranks.
-        reduce_s: part of ``busy_s`` that a rank alone saves: reductions in backward.
+        reduce_s: part of ``busy_s`` for reductions in backward; none on a rank alone.
     """
 
     samples: int = 0

@@ -52,7 +52,7 @@ class PartRanges:
         return BatchSizes.of(found)
 
     def steps_in(self, sizes: BatchSizes, steps: int) -> BatchSizes:
-        """Returns the part's batches if it takes ``steps``, sized as the epoch's last.
+        """Returns the part's batches in ``steps`` steps, sized like the epoch's last.
 
         Surplus positions (of ranks that have died) are spread over the batches, from
         the last one on. With fewer positions the batches are of equal size.

@@ -40,7 +40,7 @@ class EpochLedger:
     """Account of one epoch's batches.
 
     A batch moves from the pool to a *lease*, is *trained*, *closed* with its window,
-    *staged* while that is reduced, and *committed*. It is *discarded* if its window's
+    *staged* during the reduction, and *committed*. It is *discarded* if its window's
     update is not finite. A lost holder's batches return to the pool unless they are
     committed or discarded. A grant costs the same for any number of holders.
 
@@ -216,7 +216,7 @@ class EpochLedger:
             del self._holdings[holder]
 
     def positions_left(self) -> tuple[Range, ...]:
-        """Returns positions that are pooled, or were when the epoch was abandoned."""
+        """Returns pooled positions, and those in the pool when the loop ended early."""
         return tuple(
             (self.sizes.position_of(start), self.sizes.position_of(stop))
             for start, stop in joined([*self._abandoned, *self._pool])

@@ -1,4 +1,4 @@
-"""Local batches of windows: how a run cuts its global batches. Pure."""
+"""Local batches of windows, into which a run cuts its global batches. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elche.errors import ConfigError
 def local_cut(
     windows: WindowConfig, world_size: int, least: int, caps: Iterable[int | None] = ()
 ) -> BatchCut:
-    """Returns how a run cuts its global batches in windows, until ranks die or join.
+    """Returns the cut of a run's global batches in windows, until ranks die or join.
 
     Args:
         windows: the run's window settings.

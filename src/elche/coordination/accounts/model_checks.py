@@ -20,7 +20,7 @@ SLICES = 32
 LEAST_VALUES, MOST_VALUES = 1 << 14, 1 << 22
 """Least and most values of a slice; the most bounds temporary memory."""
 WALK, SHIFT = 1024.0, 16.0
-"""Tolerance in roundings: a random walk of each value; a common shift of all."""
+"""Tolerances in roundings: of each value's random walk, of a shift common to all."""
 BEFORE = "where the epoch, or its last part, began"
 CAUSES = (
     "usual causes: gradients changed after backward() in another way on each rank "
@@ -55,9 +55,9 @@ class ModelCheck(NamedTuple):
 
 
 def plan_slices(shapes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Cuts tensors into slices of about equal size: (tensor, first row, past the last).
+    """Cuts tensors into slices of about equal size: lists of (tensor, first row, end).
 
-    ``shapes`` holds each tensor's number of rows, and of values per row.
+    ``shapes`` holds (rows, values per row) of each tensor.
     """
     total = sum(rows * values for rows, values in shapes)
     most = min(MOST_VALUES, max(LEAST_VALUES, math.ceil(total / SLICES)))

@@ -58,7 +58,7 @@ class ScheduleSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`, for a schedule in the state of that time."""
+        """Restores :meth:`state_dict`; the schedule has its state of that time."""
         self._gaps = Counter(dict(state["gaps"]))
         for name in _COUNTS:
             setattr(self, f"_{name}", state[name])
@@ -85,7 +85,7 @@ class ScheduleSteps:
     def _seen(self) -> int:
         """Most frequent number of batches between two calls.
 
-        After a single call: at least the batches before that call and those since.
+        After a single call: the batches up to it or those since, whichever are more.
         """
         if self._gaps:
             return self._gaps.most_common(1)[0][0]

@@ -112,7 +112,7 @@ class AutoChooser(MeasuredSteps):
 
     @property
     def loss_limits(self) -> LossLimits:
-        """Limits of the policy in force; a rank that trains alone is a sole holder."""
+        """Limits of the policy in force; adds a rank that trains alone as holder."""
         limits, windows = super().loss_limits, self._windows
         if windows is None or not self._trains_alone:
             return limits
@@ -258,7 +258,7 @@ class AutoChooser(MeasuredSteps):
             self._is_unsaid = False
 
     def _is_outdated(self, windows: WindowPolicy) -> bool:
-        """True if the current windows differ from the choice."""
+        """True if the current windows are not those of the new choice."""
         choice = self._chosen
         chosen = choice.carried_out_by, frozenset(choice.excluded)
         if (windows.name, windows.state.idle) != chosen:

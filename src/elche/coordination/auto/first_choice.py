@@ -1,10 +1,10 @@
 """First choice of ``auto``: number of steps to measure before it. Pure.
 
 Steps are granted one by one until the choice is made. The first step is not warm and
-measures little. Then two kinds of steps alternate. One of equal shares measures local
-steps of windows. In the other the fastest rank trains all but the least share of each
-other rank: that measures the fastest rank alone, and the fixed cost of the others. It
-ends when several ranks are clearly better or worse than the fastest device.
+measures little. Then two kinds of steps alternate. Steps of equal shares measure the
+local steps of windows. In the other kind, the fastest rank trains all but the other
+ranks' least shares. That measures the fastest rank alone, and the others' fixed cost.
+Measuring ends when several ranks are clearly better or worse than the fastest device.
 The extra time of steps after the first is bounded by a fraction of the run, or of the
 possible gain. If the first reduction alone exceeds that bound, on a slow link, the
 choice may be one device alone.
@@ -27,7 +27,7 @@ FREE_COST = 0.0025
 GAIN_COST = 0.06
 """Fraction of a possible gain that may be spent on measuring it."""
 LEAST_STEPS = 2
-"""Warm steps before ``sync`` of several ranks is chosen. Windows, which are final, take
+"""Warm steps before ``sync`` of several ranks is chosen. Windows, which are final, need
 one: compared with a first step that compiled, any reduction looks cheap."""
 USUAL_STEPS = 6
 """Warm steps after which a choice is clear."""
@@ -45,7 +45,7 @@ class FirstChoice:
         self._is_first = True
 
     def minimal(self, cluster: MeasuredCluster) -> tuple[int, ...]:
-        """Returns ranks with the least share: in turn none, or all but the fastest."""
+        """Returns ranks to get least shares: in turn none, or all but the fastest."""
         if not self._measures.count % 2:
             return ()
         batch_s = _batch_s(cluster, cluster.global_batch_size)
@@ -58,7 +58,7 @@ class FirstChoice:
         cluster: MeasuredCluster,
         minimal: Sequence[int],
     ) -> bool:
-        """True if a further step, least shares for ``minimal``, does not pay."""
+        """True if another step, with least shares for ``minimal``, does not pay."""
         steps, doubt = self._measures.count, cluster.doubt
         fleet = Fleet(cluster, drops=True)
         gain = best_together(fleet)
@@ -72,7 +72,7 @@ class FirstChoice:
         next_s = max(0.0, _step_s(cluster, minimal) + shown_s - usual_s)
         # The part of a first step that was compilation is unknown.
         run_s = cluster.run_batches * (usual_s if steps else min(busy_s))
-        # One size of steps says nothing of fixed parts, so a second one is measured.
+        # One step size does not show fixed costs, so a second one is measured.
         lost_s = self._lost_s if self._measures.has_sizes else 0.0
         cost = (lost_s + next_s) / run_s
         most, least = gain * (1.0 + doubt), gain * (1.0 - doubt)

@@ -26,7 +26,7 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 MOST_HIDDEN = 0.95
 """Hidden fraction of a reduction above which it cannot be measured."""
 LEAST_JITTER = 0.05
-"""Least relative deviation of a step that is assumed for a doubt."""
+"""Lower bound of a step's relative deviation, for doubts."""
 DOUBT = 2.0
 """Error of a prediction, in standard errors of the ranks' times."""
 ONE_SIZE_DOUBT = 0.25
@@ -77,9 +77,8 @@ class Measures:
     def take(self, reports: Sequence[StepsDone], steps: int) -> None:
         """Records the reports of all active ranks for one grant.
 
-        Steps that were not warm serve as the ranks' times only until the first warm
-        ones. They make a reduction look cheap: one that still looks expensive is
-        expensive.
+        Cold steps give the ranks' times only until the first warm step. Compared with
+        them a reduction looks cheap; one that still looks expensive is.
         """
         if not all(report.warm for report in reports):
             for report in reports if not self.count else ():
@@ -120,7 +119,7 @@ class Measures:
 
     @property
     def doubt(self) -> float:
-        """Relative error that a first choice after few steps may have."""
+        """Possible relative error of a first choice after few steps."""
         if self._is_learned:
             return 0.0
         if not self.has_sizes:
@@ -157,10 +156,10 @@ class Measures:
     ) -> list[tuple[float, float]]:
         """Returns fixed seconds and seconds per sample of each rank.
 
-        A rank whose steps had one size is assumed to have the others' fixed part. If no
+        A rank with one step size is assumed to have the other ranks' fixed part. If no
         rank has run two sizes, a large fixed part is assumed: otherwise one device
-        alone, which runs more samples, would look slow. A rank that is not measured is
-        assumed to be the median rank.
+        alone, which runs more samples, would look slow. An unmeasured rank counts as
+        the median rank.
         """
         times: Mapping[int, RankTime] = self._cold or self._times
         measured = {r: times[r] for r in ranks if r in times and times[r].is_measured}
@@ -197,7 +196,7 @@ class RunLength:
 
     @property
     def epochs(self) -> int:
-        """Given number of epochs; beyond it, or without it, an estimate."""
+        """Number of epochs as given; an estimate without it, or beyond it."""
         if self.given_epochs is not None and self.given_epochs >= self.begun_epochs:
             return self.given_epochs
         return max(USUAL_EPOCHS, 2 * self.begun_epochs)

@@ -64,9 +64,8 @@ class EpochOpened(EpochMessage):
 class StepsDone(StepWork):
     """``sync``: a rank has run the steps ``start <= step < stop`` of its grant.
 
-    ``reduce_s`` is the part of ``busy_s`` for reductions in backward, which a rank
-    alone saves.
-    ``parameter_norm`` is sent once per epoch by the first rank, else 0.0.
+    ``reduce_s`` is the part of ``busy_s`` for reductions in backward; a rank alone has
+    none. ``parameter_norm`` is sent once per epoch by the first rank, else 0.0.
     ``warm`` is False if the steps held a first batch, which is not timed.
     ``backward_passes`` is the number of the run's reduced passes. They must be of the
     same steps in the same order on every rank; ``pass_steps`` is their checksum.
@@ -110,8 +109,8 @@ class WindowClosed(WindowMessage):
 
     ``changed_buffers`` are indices of float buffers written since the last reduction.
     ``is_finite`` is False if the update cannot be used. ``has_moved`` is False if the
-    update is known to be zero, as all gradients wait for a step (checked only after an
-    update that was not finite). ``scalars`` are (name, weighted sum, weight) of logged
+    update is known to be zero, since all gradients wait for a step (checked only after
+    a non-finite update). ``scalars`` are (name, weighted sum, weight) of logged
     scalars. ``weight`` is the user's weight for this rank's batches, None for their
     samples; a rank of weight 0 is excluded from the mean. ``periods`` are (calls,
     period) of registered schedulers. ``copies`` are the samples of batches that updated
@@ -196,9 +195,10 @@ class EpochCut(EpochMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBegun(EpochMessage):
-    """``sync``: position of a rank that waits, or has received ``gone`` `RankLeft`s.
+    """``sync``: position of a rank that waits in a pass, or was sent `RankLeft`.
 
-    It has begun ``step`` steps of the epoch, and ``passes`` backward passes of the run.
+    The rank has received ``gone`` `RankLeft`s. It has begun ``step`` steps of the
+    epoch, and ``passes`` backward passes of the run.
     """
 
     step: int
@@ -248,7 +248,7 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left(Message):
-    """A rank has finished and leaves in order.
+    """A rank has finished and leaves cleanly.
 
     If its loop left an epoch of windows before: ``batches`` is this rank's count in the
     run, ``samples`` and ``steps`` (global batches) the whole run's; 0 otherwise.

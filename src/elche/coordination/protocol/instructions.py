@@ -59,7 +59,7 @@ class LeaveOut(EpochMessage):
     """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
 
     () readmits all ranks. If the participants change, no granted step is open.
-    ``reason`` is a line for the user, which may come without a change.
+    ``reason`` is a line for the user, sent with or without a change.
     """
 
     left_out: tuple[int, ...]
@@ -192,10 +192,10 @@ class Adopt(WindowMessage):
 class EndEpoch(EpochMessage):
     """Every contribution of the epoch is in the model that all ranks hold.
 
-    ``is_early``: a rank's loop left the epoch before its end, or must end with the cut.
-    ``left``: ranges of positions of a cut epoch (see `EpochCut`) that are still to be
-    trained. ``steps``: number of global batches for them (``sync``, after deaths); 0:
-    those of the epoch, less their trained samples.
+    ``is_early``: a rank's loop left the epoch before its end, or all must end at the
+    cut. ``left``: ranges of positions of a cut epoch (see `EpochCut`) that are still to
+    be trained. ``steps``: number of global batches for them (``sync``, after deaths);
+    0: the epoch's batches, less their trained samples.
     """
 
     samples: int
@@ -230,8 +230,8 @@ class Abort(Message):
     """The run ends: ``reason``, and the failed rank's traceback if one failed.
 
     ``batches`` (start, stop) caused the end, if data did; ``part`` (start, stop) are
-    the samples of the batch, if only some of it did. With an ``exit_code`` every rank
-    exits with it, as the failed rank did by ``sys.exit``.
+    the samples that did, if not the whole batch. With an ``exit_code`` every rank exits
+    with it, as the failed rank did by ``sys.exit``.
     """
 
     reason: str

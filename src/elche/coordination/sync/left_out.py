@@ -5,10 +5,10 @@ other ranks' whole step. The step time with it is measured. The step time withou
 predicted from the ranks' time models, and measured after the exclusion. An excluded
 rank takes part in each epoch's first step and copies the model at the epoch's end.
 Trials measure whether it has become fast enough; they cost at most 2 % of the time, and
-each one that fails doubles the time to the next.
+each failed trial doubles the time to the next.
 
-Where state moves with a rank's batches that elche cannot copy (`STALE`), the exclusion
-is final: the rank's part of each epoch's first step is empty, and no trial follows.
+If a rank's batches change state that elche cannot copy (`STALE`), the exclusion is
+final: the rank's part of each epoch's first step is empty, and no trial follows.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Phase(Enum):
     an epoch begins, and some saved no time     MEASURING            TRIAL
     an epoch begins                             LEAVING, APART       TRIAL
     its first step is done                      TRIAL                LEAVING
-    or some steps, and all ranks save time      TRIAL                MEASURING
+    some steps show that all ranks save time    TRIAL                MEASURING
     the membership has changed                  any but OFF          MEASURING
-    the same, and exclusions are final          any but OFF          APART
+    it has changed, and exclusions are final    any but OFF          APART
     ==========================================  ===================  =========
 
     A loop without a batch in an epoch may fail (a mean over none, for example), so each
@@ -235,7 +235,7 @@ class ExcludedRanks:
         """Records the active ranks' reports of a grant; may change the exclusion.
 
         Args:
-            reports: reports of all active ranks, all of them warm.
+            reports: warm reports of all active ranks.
             steps: number of steps in the grant.
             steps_left: number of the epoch's steps that are not granted.
             now_s: current time.
@@ -382,7 +382,7 @@ class ExcludedRanks:
         return _Exclusion(ranks, step_s, without_s)
 
     def _is_alone(self, excluded: Sequence[int]) -> bool:
-        """True if only one rank stays active, which reduces with none."""
+        """True if only one rank stays active, and so reduces with no other."""
         return len(excluded) == len(self._members) - 1
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:

@@ -7,8 +7,8 @@ backward pass since its last finite gradient. Under a GradScaler that happens of
 is harmless: the next step's gradients are finite again. Only if the parameters are NaN
 is a rank named: the first with a non-finite gradient. A second pass of a step adds to
 the reduced gradients of the first, which are then non-finite on all ranks, so passes
-are distinguished. Parameters are, too, because passes may be of different parts of the
-model.
+are distinguished. Parameters are distinguished too: passes may be of different parts of
+the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE_REPORTS = 3
 class NonFiniteRecord:
     """Non-finite gradients of one rank, by time, over all epochs.
 
-    A gradient that is accumulated across epochs is reduced, and so equal on all ranks,
+    A gradient accumulated across epochs has been reduced, and so is equal on all ranks,
     when the next pass adds to it.
 
     Attributes:

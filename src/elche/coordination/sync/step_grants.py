@@ -62,7 +62,7 @@ class Granted:
         return self.stop - self.start
 
     def work(self) -> list[RankReport]:
-        """Returns each rank's work; only the samples if the rank did not report."""
+        """Returns each rank's work; only the samples for a rank without a report."""
         counted = {rank: report_of(each) for rank, each in self.reports.items()}
         for rank, share in enumerate(self.shares):
             if share and rank not in self.left:
@@ -286,7 +286,7 @@ class StepGrants:
         """Grants nothing to loops that fetch early, so that they do not wait.
 
         Such a loop reports its last step with the next grant, which waits for that
-        report: a deadlock without the empty grant.
+        report. The empty grant avoids the deadlock.
         """
         waits = self.fetches_early and self._granted and self.ungranted
         if not waits or self._has_granted_nothing:
@@ -301,7 +301,7 @@ class StepGrants:
         return [GrantBatches(rank=r, shares=shares, **common) for r in sorted(ranks)]
 
     def check(self, members: Set[int]) -> None:
-        """Asserts that every step is in one place, and only members' reports due."""
+        """Asserts that each step is in one place, and only members owe reports."""
         at = self.committed_until
         for grant in self._granted:
             assert grant.start == at

@@ -2,9 +2,9 @@
 
 If a loop leaves early, the others still run all granted steps. The rank that left
 contributes zeros to their reductions, but only in backward passes that all the others
-have begun; it is notified of these here. So all ranks know of its exit before such a
-pass ends, and exclude its share from the mean. Ranks with different steps than the
-others copy the model before the epoch ends:
+have begun; these are reported to it. So all ranks know of its exit before such a pass
+ends, and exclude its share from the mean. Ranks with different steps than the others
+copy the model before the epoch ends:
 
     no rank left ── EpochLeft ──► leaving ── granted steps done, or all have left ──►
         over, if all left with the same model; else copying one ──► over
@@ -133,7 +133,7 @@ class EarlyEnd:
         ]
 
     def settle(self, members: Set[int], *, is_needed: bool) -> int | None:
-        """Returns the rank whose model all copy after the granted steps, once.
+        """Returns, once, the rank whose model all copy after the granted steps.
 
         That rank has run all of them, or has left last.
 

@@ -99,7 +99,7 @@ class StepReports:
         )
 
     def take(self) -> StepsDone | None:
-        """Returns the due report, at the next backward pass or if there is none."""
+        """Returns the due report; called at the next backward pass, or without one."""
         due, self.due = self.due, None
         return due
 

@@ -94,7 +94,7 @@ class StepShares:
         self._steps += steps
 
     def limit(self, rank: int, samples: int) -> None:
-        """Limits a rank's later shares to what its device turned out to hold.
+        """Limits a rank's later shares to the samples that its device can hold.
 
         Args:
             rank: the limited rank.

@@ -1,8 +1,8 @@
 """A rank's reports of its leases under windows: contents and time of sending.
 
 The worker's shell and the simulator run this same code. A lease is reported when its
-last batch is done. It is reported earlier if the coordinator waits for it: at a
-window's end, when its rest is returned, and after every batch under a throttle. Pure.
+last batch is done. Earlier, if the coordinator waits for it: at a window's end, when
+its untrained rest is returned, and after every batch under a throttle. Pure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Leases of batches to ranks, so that all end an epoch together. Pure.
 
 A rank holds as many batches as its loader draws ahead, plus about ``LOOKAHEAD_S`` of
-work. Towards an epoch's end, a batch is leased only to ranks that end it about when
-all work ends, or to the rank that would end it first. Sums over ranks are updated
+work. Towards an epoch's end, a batch is leased only to ranks that can end it by about
+the end of all work, or to the rank that would end it first. Sums over ranks are updated
 incrementally, so a decision costs nearly the same for two ranks and for ten thousand,
 except for a logarithm.
 """
@@ -180,7 +180,7 @@ class Leasing:
         return max(1, min(self._most_ahead, ahead))
 
     def _lease_batches(self, rank: int) -> int:
-        """Returns the most batches of a lease: half of what a rank holds.
+        """Returns the most batches of a lease: half of those that a rank holds.
 
         A rank reports a lease when it ends, and must then hold another lease.
         """

@@ -125,15 +125,15 @@ class Pacing:
     ) -> str:
         """Feeds El Che with the delivered times of a closed window.
 
-        A window's cost beside its batches is the reduction, plus the wait at its end
-        beyond what whole batches explain. An epoch's last window measures neither. The
-        wait of a diverged rank does not count.
+        Beside its batches, a window costs the reduction, and the wait at its end that
+        whole batches do not explain. An epoch's last window measures neither. The wait
+        of a diverged rank does not count.
 
         Args:
             parts: each rank's work in the window.
             last: the reduction before it, if there was one.
             is_tail: whether the window is the last of its epoch, or shortened.
-            idle: ranks that windows are not paced by, whatever they did.
+            idle: ranks that do not pace windows, whatever work they did.
 
         Returns:
             The change of the anchor as text, or "".
@@ -172,7 +172,7 @@ class Pacing:
     def reduction_s(self) -> float | None:
         """Time (s) of an overlapped reduction: the median of the last three.
 
-        Of two, the smaller one, so that a spike has no effect; None without any.
+        Of two, the smaller one, so that a spike has no effect. None if there was none.
         """
         return median_low(self._taken_s) if self._taken_s else None
 
@@ -186,7 +186,7 @@ class Pacing:
         return self._make_room()
 
     def _make_room(self) -> str:
-        """Raises the anchor to what a reduction needs, or to what pays."""
+        """Raises the anchor to a reduction's length, or to the best length."""
         before, taken_s = self.el_che.anchor, self.reduction_s
         if taken_s is None or not self._may_grow:
             return ""
@@ -259,9 +259,9 @@ class Pacing:
     def last_pace(self, left_s: float) -> Pace | None:
         """Returns the next window's pace if it must last to the epoch's end, else None.
 
-        It must if too little work would follow to hide its own reduction: the end would
-        then wait for two reductions in turn. Only for overlapped windows, and within
-        the anchor's limit. The rest of the epoch lasts ``left_s``.
+        That is the case if the work after it is too short to hide its reduction: the
+        epoch's end would then wait for two reductions. Only for overlapped windows,
+        within the anchor's limit. The rest of the epoch lasts ``left_s``.
         """
         pace, taken_s = self.pace(), self.reduction_s
         if not self._overlapped or taken_s is None or pace.wall_s is None:

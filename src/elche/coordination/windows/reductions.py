@@ -148,7 +148,7 @@ class ReductionPlanner:
     def _outer_kind(self, epoch_batches: int, window_batches: int) -> str:
         """Returns Nesterov, or a plain average for runs too short for its momentum.
 
-        Decided again until El Che has settled.
+        The kind is decided again until El Che has settled.
         """
         is_auto = self._config.windows.outer.optimizer == "auto"
         if is_auto and self._windows < SETTLED_WINDOWS:

@@ -51,9 +51,9 @@ class Part:
 
     ``trained`` are its batch ranges, ``samples`` its samples with a weight.
     ``permitted`` is the most batches that it may run, None without a limit.
-    ``is_diverged``: its update is not finite, or it is a one-batch window after such an
-    update; pacing ignores its rank's wait. ``is_drained``: when it began, its rank was
-    notified that the epoch ends.
+    ``is_diverged``: the update is not finite, or the window has one batch since an
+    earlier update was not; pacing ignores the rank's wait. ``is_drained``: the rank was
+    notified of the epoch's end before the part began.
     """
 
     batches: int = 0

@@ -24,8 +24,8 @@ from elche.errors import NonFiniteError
 def judge_update(state: WindowState, closed: WindowClosed) -> None:
     """Evaluates a closed window: discards an update that is not finite.
 
-    A rank without any update stays diverged: its gradients wait for a step, so nothing
-    is known of them yet.
+    A rank without an update stays diverged: its gradients wait for a step, and are not
+    known to be finite.
 
     Raises:
         NonFiniteError: the update is the second in a row, under ``non_finite="stop"``.

@@ -251,7 +251,7 @@ class WindowLoop:
         return self._linger(now_s, LEASE) or self._hold(now_s, LEASE)
 
     def _may_hold(self, action: Action) -> bool:
-        """True if a batch may be trained instead; planned counts are kept."""
+        """True if a batch may be trained before the action; never under a plan."""
         if self._plan is None or self._is_planned or self._is_diverged:
             return False
         moves_model = action.do is (Do.FINISH if self._overlapped else Do.CLOSE)

@@ -121,7 +121,7 @@ def _close_window(state: WindowState, rank: int) -> CloseWindow:
 
 
 def calibrate(state: WindowState, rank: int) -> list[Instruction]:
-    """Ends a rank's calibration; after the last rank closes the calibration window.
+    """Ends a rank's calibration; after the last one, closes the calibration window.
 
     A run's first window has no length. It ends when every rank has been measured, so
     that no rank waits for the slowest rank to run a whole anchor of batches.

@@ -176,7 +176,7 @@ class WindowPolicy(Policy):
         self.state.add(member, is_idle=is_idle)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """Resumes after all members have formed their group with these results."""
+        """Resumes after the members' regroup; ``reduced``: results that they hold."""
         state = self.state
         replies = [*resume_reduction(state, reduced)]
         if state.may_end_window:

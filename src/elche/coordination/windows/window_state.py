@@ -153,7 +153,7 @@ class WindowState:
         is_paused: the membership has changed; nothing starts until all members have
             formed the new group, in any phase of the epoch.
         mean_over: number of ranks that batches are cut for; see `Reduce`.
-        diverged: by rank whose last update was not finite: its batches since then.
+        diverged: batches of each rank since its last update, if that was not finite.
         running: the reduction in flight, at most one.
         last: last reduction whose result all ranks hold.
         uncalibrated: ranks to measure before windows have a length.
@@ -338,7 +338,7 @@ class WindowState:
     def pace(self, window: int) -> Pace:
         """Returns a window's length: planned, usual, or to the epoch's end.
 
-        The first rank that enters the window decides that for all.
+        The first rank that enters the window fixes the length for all.
         """
         if plan := self.planned(window):
             return Pace(None, None, {rank: plan.batches(rank) for rank in plan.parts})

@@ -25,8 +25,8 @@ PARTS: Final = ("data_wait", "transfer", "compute", "sync_wait")
 class ChartRows:
     """Windows of a history as they are now, merged to at most ``most`` rows.
 
-    Later rows begin with the same ones, until the least duration doubles, the history
-    is merged, or the run restarts.
+    Later rows begin with the earlier ones, until the least duration doubles, the
+    history is merged, or the run restarts.
     """
 
     def __init__(self, history: RunHistory, most: int = MOST_ROWS) -> None:
@@ -66,8 +66,8 @@ def row_columns(
 ) -> dict[str, list[float]]:
     """Returns the columns of all charts over time (s) and samples.
 
-    Those of a rank end with its number; scalars, NaN where a row lacks one, are named
-    ``value_0`` and so on in the order of ``names``.
+    A rank's columns end with its number. Scalars (NaN where a row lacks one) are named
+    ``value_0`` and so on, in the order of ``names``.
     """
     found = []
     for row in rows:

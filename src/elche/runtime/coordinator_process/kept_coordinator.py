@@ -58,8 +58,8 @@ class KeptCoordinator:
         on_lost: called with a lost rank that the run survives, before the others are
             notified: its process must be ended.
         on_end: called with the kind of `Abort` that ends the run.
-        on_message: called with each message that records are made of, once, in the
-            journal's order; to be set before the start.
+        on_message: called once with each message that records are made of, in the
+            journal's order; set it before the start.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class KeptCoordinator:
         self._send(what)
 
     def _send(self, message: object) -> None:
-        """Sends to the running process; a restarted one receives it at its start."""
+        """Sends a message to the process; a restarted one receives it at its start."""
         if self._writer is not None:
             self._writer.write(pack(message))
 

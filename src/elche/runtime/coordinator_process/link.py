@@ -1,6 +1,6 @@
 """Messages of the launcher and its coordinator, over a pair of sockets.
 
-The launcher's own inputs travel as they are, beside the messages here.
+The launcher's own inputs are sent unchanged, beside these messages.
 
 The pair is private to these two processes, parent and child, so messages are pickled,
 as are the coordinator's log records. Pieces of the journal and copies of the
@@ -47,7 +47,7 @@ class Begin:
 class Stop:
     """Launcher to coordinator: the run is over; send its event log.
 
-    As a reply to the launcher, with the event log.
+    The coordinator replies with a `Stop` that has the event log.
     """
 
     story: tuple[str, ...] = ()
@@ -58,11 +58,11 @@ class Status:
     """Coordinator to launcher: state of the run, at most half a second old.
 
     Attributes:
-        connected: ranks that instructions reach.
+        connected: ranks with an open connection.
         heeding: ranks that end cleanly by themselves after a signal.
         aborted_by_others: ranks aborted for a reason other than their own failure.
         silent: ranks that were killed because they were silent.
-        members: ranks that are in the run, or have left it in order.
+        members: ranks that are in the run, or have left it cleanly.
         devices: device name of each rank that has joined.
         aborted: why the run was ended, if it was.
         end_kind: kind of the `Abort` that ended the run, or "".
@@ -90,8 +90,8 @@ class Journal:
         data: the piece, pickled.
         commands: number of launcher inputs applied since the run began.
         is_of_ranks: True if an entry came from a rank.
-        messages: of these entries, and the instructions that followed, those that the
-            run's records are made of. A restarted coordinator does not repeat them.
+        messages: entries and resulting instructions that the run's records are made of.
+            A restarted coordinator does not repeat them.
     """
 
     data: bytes
@@ -111,7 +111,7 @@ class Copy:
 class Fence:
     """Coordinator to launcher: end this lost rank's process; the run continues.
 
-    As a reply to the coordinator: the process has ended.
+    The launcher returns the `Fence` when the process has ended.
     """
 
     rank: int

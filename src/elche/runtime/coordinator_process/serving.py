@@ -1,7 +1,7 @@
 """The coordinator's own process: serves ranks, and writes its journal to the launcher.
 
-``serving LINK LISTENER``: two descriptors of the launcher. Under torchrun and others
-rank 0 starts ``serving beside WORLD_SIZE HOST``, without a journal.
+``serving LINK LISTENER``: two descriptors inherited from the launcher. Under torchrun
+and others, rank 0 starts ``serving beside WORLD_SIZE HOST``, without a journal.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CoordinatorChild:
             self._pending.extend(self._link.receive(waits=False))
         except (EOFError, OSError):
             os._exit(0)  # the launcher's ranks end by themselves
-        # After the messages that ranks sent before their end.
+        # Handled after messages that ranks sent before their end.
         asyncio.get_running_loop().call_soon(self._handle_pending)
 
     def _handle_pending(self) -> None:

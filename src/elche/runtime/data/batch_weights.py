@@ -87,7 +87,7 @@ def check_weight_of(weight_of: object) -> None:
 
 
 def _number(value: Any) -> float | None:
-    """Value of one number of Python, torch or numpy."""
+    """Converts one real number of Python, torch or numpy; None for other values."""
     if isinstance(value, torch.Tensor):
         is_real = value.numel() == 1 and not value.is_complex()
         return float(value.detach()) if is_real else None

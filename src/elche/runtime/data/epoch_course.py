@@ -1,4 +1,4 @@
-"""An epoch from its first batch to its last, in as many parts as it is cut into."""
+"""An epoch from its first batch to its last, in one part or several."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ class EpochCourse:
     def done(self, left: Sequence[Range], open_batch: Sequence[Range] = ()) -> None:
         """Marks all of the part as done, except these ranges.
 
-        ``open_batch``: ranges of batches with a pending backward pass. This
-        process runs it; a run resumed from the state saved now trains on them again.
-        Positions of a dead rank among them remain.
+        ``open_batch``: ranges of batches with a pending backward pass. This process
+        still runs that pass; a run resumed from the state saved now trains on them
+        again. Positions of a dead rank among them remain.
         """
         part = self._rest.left
         self._open = part.origins_of(without(open_batch, left)).ranges
@@ -147,7 +147,7 @@ class EpochCourse:
         """Restores a course from :meth:`state_dict`.
 
         Raises:
-            ConfigError: the state is not one of this version.
+            ConfigError: another version of elche wrote the state.
         """
         if set(state) != STATE_KEYS:
             raise ConfigError(

@@ -1,10 +1,10 @@
 """Batches from lease to device: the user's DataLoader, driven by leases.
 
 A torch DataLoader draws index batches ahead of their use, cannot be made to wait, and
-ends for good when its sampler does. So the sampler here never blocks: where no lease
-has come yet it yields an empty batch, which costs nothing, comes out as
-:data:`NO_BATCH`, and lets the loader draw again. Dataset, collate function, workers and
-pinning are the user's. Loaded batches pass through the prefetcher, which moves them.
+ends for good when its sampler does. So this sampler never blocks. Without a lease it
+yields an empty batch, which costs nothing, is returned as :data:`NO_BATCH`, and lets
+the loader draw again. Dataset, collate function, workers and pinning are the user's.
+Loaded batches pass through the prefetcher, which moves them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class BatchFeed(Generic[Tag]):
         return bool(sampler.queued) or any(tag is not None for tag in sampler.drawn)
 
     def push(self, tag: Tag, batch: IndexBatch) -> None:
-        """Queues an index batch; it comes out of :meth:`next` with its tag."""
+        """Queues an index batch; :meth:`next` returns it with its tag."""
         self._sampler.queued.append((tag, batch))
 
     def end(self) -> None:
@@ -190,7 +190,7 @@ class BatchFeed(Generic[Tag]):
         return self._own.next() if self.has_work else None
 
     def _draw_own(self) -> tuple[Tag, Any] | None:
-        """The next batch for the user's own iteration, which sees no empty ones."""
+        """The next batch for the user's own iteration; skips empty batches."""
         got = None
         while got is None and self.has_work:
             got = self._draw()
@@ -268,7 +268,7 @@ class LeasedBatches:
         """Begins an epoch, on all ranks together.
 
         Raises:
-            MismatchError: this rank's data are not those of the others.
+            MismatchError: this rank's data differ from the other ranks'.
             ConfigError: a stream ends at once.
         """
         check_length(self._loader, positions)
@@ -278,7 +278,7 @@ class LeasedBatches:
         self._feed.start(positions.epoch)
 
     def push(self, tag: Any, batch: IndexBatch) -> None:
-        """Queues an index batch; it comes out of :meth:`take` with its tag.
+        """Queues an index batch; :meth:`take` returns it with its tag.
 
         The tag is the batch's number in the epoch, or an object with it as ``step``.
         """

@@ -1,7 +1,7 @@
 """Iteration of a DataLoader subclass that overrides ``__iter__`` or ``_get_iterator``.
 
-The subclass's code runs on a view of the user's loader: the same attributes, with a
-class between the subclass and torch's that yields the batches that elche loads.
+The subclass's code runs on a view of the user's loader with the same attributes. A
+class between the subclass and torch's yields the batches that elche loads.
 """
 
 from __future__ import annotations

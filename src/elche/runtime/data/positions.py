@@ -78,7 +78,7 @@ class EpochPositions:
 
     @property
     def is_part(self) -> bool:
-        """True if the epoch has been cut, and this is not all of it."""
+        """True if these positions are only a part of a cut epoch."""
         return self._part is not None
 
     def samples_of(self, batch: int) -> int:

@@ -1,8 +1,8 @@
 """Batches moved to the device before the loop requests them.
 
 The user's DataLoader loads in the background as far as it has workers. When the loop
-asks for the next batch, the training thread takes loaded ones, begins their copies on a
-side stream, and yields one whose copy began a batch or two ago.
+asks for the next batch, the training thread takes loaded batches, begins their copies
+on a side stream, and yields one whose copy began one or two batches ago.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class SampleOrder:
 
     Args:
         loader: the user's DataLoader, the same on all ranks.
-        generators: generators that it draws from, beside torch's own.
+        generators: generators that it draws from, in addition to torch's own.
         sends_state: send generator states to the other ranks.
 
     Attributes:

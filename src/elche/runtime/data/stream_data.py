@@ -2,8 +2,8 @@
 
 A stream cannot be indexed. So every process that loads (each rank, or each of its
 DataLoader workers) reads its own copy forward, and keeps only its leased positions; it
-starts again for a position before its current one (a returned lease). Leases, balanced
-shares, exactly-once and tails are then those of any other data set.
+starts again for a position before its current one (a returned lease). So leases,
+balanced shares, exactly-once and tails work as for other data sets.
 
 Guaranteed: every position contributes exactly once, *if* the stream yields the
 same samples in the same order in every process. Streams that draw from the global

@@ -82,7 +82,7 @@ class Stamp(NamedTuple):
 class Stamped(NamedTuple):
     """Data, with the `Stamp` of the process that loaded it.
 
-    A plain tuple on its way between processes, which is pinned like any other.
+    Sent between processes as a plain tuple, so it is pinned like any other.
     """
 
     data: Any
@@ -204,8 +204,8 @@ class StreamReader:
     def _open(self, epoch: int) -> None:
         """Opens the stream for an epoch, and reads its first samples.
 
-        Uses a copy where the epoch may be opened again, or in a worker: some streams
-        count their epochs in ``__iter__``, and must begin equally each time.
+        Uses a copy in a worker, or if the epoch may be opened again: some streams count
+        their epochs in ``__iter__``, and must begin equally each time.
         """
         is_again = epoch == self._unread[0]
         if not is_again:

@@ -141,7 +141,7 @@ class EpochOpening:
 
         Raises:
             MismatchError: the rank that drew them has died, and the next rank draws
-                others.
+                different ones.
         """
         order = self.order
         try:

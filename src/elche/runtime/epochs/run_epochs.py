@@ -94,7 +94,7 @@ class RunEpochs:
 
     @property
     def progress_samples(self) -> float:
-        """Samples of all ranks since the run began, the same function on each rank."""
+        """Samples of all ranks so far: the same function of progress on each rank."""
         if isinstance(self.under_way, WindowEpoch):
             return self.under_way.progress_samples
         done = self.under_way.samples_done if self.under_way is not None else 0
@@ -102,7 +102,7 @@ class RunEpochs:
 
     @property
     def progress_steps(self) -> float:
-        """Steps of the run so far, the same function on each rank."""
+        """Steps of the run so far: the same function of progress on each rank."""
         course = self._course
         before = self.samples_before if course is None else course.samples_before
         return self._observer.steps.at(self.progress_samples - before)
@@ -238,7 +238,7 @@ class RunEpochs:
         """Yields an iterator's batches; an error if a later iterator has ended it.
 
         Raises:
-            ConfigError: the loop asks it for a batch.
+            ConfigError: the loop requests a batch from the ended iterator.
         """
         yield from iteration
         if number != self._iterations:
@@ -267,7 +267,7 @@ class RunEpochs:
         self.execution.close()
 
     def end_iteration(self) -> None:
-        """Ends an epoch that the loop has left but still holds an iterator of."""
+        """Ends an epoch that the loop has left while it still holds the iterator."""
         iteration = self._iteration() if self._iteration is not None else None
         if iteration is not None:
             iteration.close()

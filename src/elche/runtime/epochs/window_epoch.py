@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class WindowEpoch:
-    """Trains on leases from window to window."""
+    """Runs the windows of an epoch on this rank's leases."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class WindowEpoch:
         held_s = now_s - started_s + (held_s if is_begun else 0.0)
         self._waited_s = self._held_s = 0.0
         norm = result.parameter_norm
-        # Of the common model: nothing was trained since, or it is kept apart.
+        # Checks the common model: nothing was trained since, or it is kept apart.
         self._hooks.sums.begin(plan.window, plan.window, self._sync.common())
         self._worker.send(
             ModelUpdated(
@@ -302,7 +302,7 @@ class WindowEpoch:
                 checks=self._hooks.sums.take(plan.window),
             )
         )
-        # No cost of a reduction: one per batch.
+        # Not counted as a reduction's cost: there is one update per batch.
         self._hooks.observer.copies.committed(plan.copies, self._sync.common)
 
     def _regroup(self) -> None:
@@ -383,7 +383,7 @@ class WindowEpoch:
         self._not_begun = 0
 
     def _leave(self) -> None:
-        """Commits what was trained before a break, and ends the epoch for all."""
+        """Commits batches trained before a break, and ends the epoch for all."""
         if self._worker.is_closed:
             return
         if self.end is not None:

@@ -129,7 +129,7 @@ class CoordinatorServer:
     def take(self, *events: Input) -> None:
         """Applies events to the core and sends its instructions.
 
-        The instructions to one rank are sent in one piece: it wakes up for them once.
+        The instructions to one rank are sent in one piece, so that it wakes up once.
         """
         self.take_from(None, None, events)
 
@@ -193,8 +193,8 @@ class CoordinatorServer:
     ) -> bool:
         """Registers a connection by its `Hello`: rank, and position in its stream.
 
-        A rank that connects after the end of the run gets the reason at once: it may
-        only wait, as a rank of a pipeline does until its group exists.
+        A rank that connects after the end of the run gets the reason at once, since it
+        may only wait (like a rank of a pipeline until its group exists).
 
         Args:
             connection: connection of the rank.

@@ -1,4 +1,4 @@
-"""Heartbeats of a rank, with its training thread's stack when that is quiet.
+"""Heartbeats of a rank, and of its training thread's stack if that is quiet.
 
 A thread sends both, unless a call into C code holds the GIL.
 """

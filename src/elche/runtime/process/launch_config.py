@@ -46,13 +46,12 @@ class RankBackend(Protocol):
     async def start(
         self, rank: int, place: int, environment: dict[str, str]
     ) -> RankProcess:
-        """Starts a rank; does not wait where no machine has room for it yet.
+        """Starts a rank, without waiting for a machine that has room for it.
 
         Args:
             rank: its number.
-            place: number of its device: that of the initial rank that it is or
-                replaces.
-            environment: its variables, beside those of the place.
+            place: number of its device: that of the initial rank, for replacements too.
+            environment: its variables, in addition to those of the place.
         """
 
     async def fence(self, process: RankProcess) -> None:
@@ -75,7 +74,7 @@ class LaunchConfig:
         devices: a device per rank, such as ``("cuda:0", "cpu")``.
         speeds: relative speeds of emulated devices, one per rank.
         ms_per_sample: an emulated device's time per sample at speed 1.
-        fixed_ms: an emulated device's time per pass beside its samples'.
+        fixed_ms: an emulated device's time per pass in addition to its samples'.
         environment: further variables for every rank.
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.

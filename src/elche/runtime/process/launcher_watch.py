@@ -1,6 +1,6 @@
 """End of a rank's process after the end of its launcher.
 
-A training thread notices it only when it reads its connection, so not while it
+A training thread notices that only when it reads its connection: not while it
 evaluates, loads, or reduces by hand. The launcher holds the other end of a pipe that a
 thread of each rank reads; the system closes it however the launcher ends.
 """

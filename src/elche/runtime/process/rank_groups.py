@@ -1,4 +1,4 @@
-"""Process groups of a rank, formed where others may die meanwhile.
+"""Process groups of a rank; other ranks may die while one is formed.
 
 gloo's connect cannot be cancelled: it waits even for ranks that died after publishing
 an address. So a separate thread connects; it is abandoned at the deadline.
@@ -37,14 +37,14 @@ _log = logging.getLogger(__name__)
 
 @final
 class RankGroups:
-    """This rank's process groups: of all members of the run, and of some of them.
+    """This rank's process groups: of all members of the run, and of subsets.
 
     Args:
         placement: this process's place in the run.
         channel: the control channel.
         timeout_s: deadline of forming a group, and of a collective.
         check: called during waits; reads the channel, and raises if the run is over or
-            a rank lost.
+            a rank is lost.
         why_failed: makes an error from a collective's ranks, text and missing ranks.
 
     Attributes:

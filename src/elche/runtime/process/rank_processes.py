@@ -21,7 +21,7 @@ from elche.runtime.coordinator_process.kept_coordinator import KeptCoordinator
 GRACE_S = 10.0
 """Grace (s) of the others after a rank has failed, and of all after Ctrl-C."""
 LATE_S = (3.0, 4.0)
-"""Grace (s) of unresponsive ranks after a deadline: to SIGTERM, to SIGKILL."""
+"""Grace (s) of unresponsive ranks after a deadline: until SIGTERM, then SIGKILL."""
 HEED_S = 4.0
 """Grace (s) after other signals; plus KILL_AFTER_S it is below `docker stop`'s 10."""
 KILL_AFTER_S = 5.0
@@ -168,7 +168,7 @@ class RankProcesses:
             asyncio.get_running_loop().call_later(after_s, self._end_late, number)
 
     def _end_late(self, number: signal.Signals) -> None:
-        """Ends late ranks; those that received the deadline have disconnected."""
+        """Signals ranks that are still connected after a deadline has ended the run."""
         for rank, process in self._processes.items():
             if rank in self._server.status.connected:
                 send_signal(process, number)
@@ -199,9 +199,9 @@ class RankProcesses:
         await self._terminate()
 
     def _as_signal(self, code: int) -> int:
-        """Returns an exit code, as the signal if the rank ended by one of the launcher.
+        """Returns an exit code; negative if the rank ended by the launcher's signal.
 
-        Ranks that stop in order after a signal end with a shell's code for it.
+        Ranks that stop cleanly after a signal exit with the shell's code, 128 + signal.
         """
         asked = () if self.signal is None else (self.signal, signal.SIGTERM)
         return 128 - code if code - 128 in asked else code

@@ -46,7 +46,7 @@ class StopRequest:
         """Raises if an end without a result was requested.
 
         Raises:
-            AbortedError: it was requested.
+            AbortedError: that end was requested.
         """
         if self.is_aborted:
             raise AbortedError("the training was aborted")

@@ -72,11 +72,11 @@ class Worker:
         meets_in_forward: forward passes have collectives; no rank can leave alone.
         name_samples: adds the samples of its batches to an error of this epoch.
         survives: the run continues without ranks that are lost.
-        on_regroup: called between epochs, where ranks have died, or are to join.
+        on_regroup: called between epochs if ranks have died or are to join.
         is_new: this rank joins a running run, and has no state of it yet.
         timeline: timeline of this rank.
         groups: its process groups.
-        dead: ranks that have died, without those that left in order.
+        dead: ranks that have died, without those that left cleanly.
         is_due: the next group is to be formed, after deaths or joins.
     """
 
@@ -210,8 +210,8 @@ class Worker:
     def expect(self, kind: type[Wanted], waiting_for: str) -> Wanted:
         """Waits for an instruction of one kind.
 
-        Skips grants of an epoch that the loop has left; any other instruction first is
-        an error.
+        Skips grants of an epoch that the loop has left; any other instruction is an
+        error.
         """
         while True:
             instruction = self._receive(waiting_for)

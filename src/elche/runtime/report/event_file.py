@@ -28,18 +28,18 @@ CLOSE_S: Final = 10.0
 
 @final
 class EventFile:
-    """Appends records to ``events.jsonl``; a failed write is logged, and the last.
+    """Appends records to ``events.jsonl``; a failed write is logged and ends it.
 
-    A thread writes: the run waits for no disk, and for no merging, which takes seconds.
+    A thread writes, so that the run does not wait for the disk, or seconds for merging.
 
     Args:
         folder: its folder, which is made if it does not exist.
-        appends: the file may hold an earlier start's records, and may fail.
+        appends: the file may hold an earlier start's records; errors end recording.
         most_bytes: size beyond which older windows are merged.
 
     Attributes:
         starts: number of earlier starts in the file.
-        epoch_starts, epoch_sizes: as of `RunHistory`.
+        epoch_starts, epoch_sizes: as in `RunHistory`.
 
     Raises:
         ConfigError: the folder cannot be used, or has another run that has trained.

@@ -34,7 +34,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run so far; as text, its lines.
+    """Summary of a run so far; ``str()`` gives its lines.
 
     Attributes:
         policy: requested policy, or the default.

@@ -1,4 +1,4 @@
-"""The records of a run in its launcher: to its event file, its viewers, its trace."""
+"""Records of a run in its launcher, for its event file, viewers and trace."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunWatch:
             self._pass(event_record("restart", f"start {attempt + 1} of the run"))
 
     def see(self, message: Event | Instruction) -> None:
-        """Records a message; a `Tick` has the run drawn."""
+        """Records a message; a `Tick` redraws the run."""
         for record in self._recorder.see(message, time.time()):
             self._pass(record)
         if isinstance(message, Tick) and self._draw is not None:

@@ -2,7 +2,7 @@
 
 A tensor is copied into a buffer on its device. When a window closes, the buffer's copy
 to the host is enqueued behind its work. The values count once the copy is done, perhaps
-in a later window. The arithmetic is the host's, in double precision.
+in a later window. The host computes in double precision.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class ScalarLog:
 
 
 def empty_buffer(device: torch.device) -> torch.Tensor:
-    """Buffer of doubles if the device has them; usable in any mode."""
+    """Buffer of doubles, if the device has them; usable in any autograd mode."""
     with torch.inference_mode(False):
         return torch.zeros(BUFFER_VALUES, dtype=widest_float(device), device=device)
 

@@ -35,8 +35,8 @@ _Batch = tuple[str, int, float, float, float, int, float]
 class Timeline:
     """The newest records of one rank.
 
-    A batch is kept as one tuple of plain values: a tenth of the cost of its spans,
-    which are made on request, and no work for the garbage collector.
+    A batch is kept as one tuple of plain values. That costs a tenth of its spans, which
+    are made on request, and gives the garbage collector no work.
 
     Args:
         rank: rank of the timeline.

@@ -1,4 +1,4 @@
-"""Parts of a run that its epochs use, of steps or of windows."""
+"""Callbacks of a run for its epochs, of steps or of windows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Broadcast of model and optimizer state from the rank that trained alone.
 
-Parameters are equal by then, up to how each kind of device rounds. The optimizer's
-state is not: the other ranks took no step.
+Parameters are equal by then, except for rounding on different kinds of devices.
+Optimizer state is not: the other ranks took no step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rates(
     rank: int,
     followed: Sequence[torch.optim.Optimizer] = (),
 ) -> str:
-    """Digest of optimizer settings: equal texts, equal steps from equal states.
+    """Digest of optimizer settings; if equal, equal states take equal steps.
 
     Rates that `elche.ProgressLR` or a registered scheduler sets follow the run's
     progress, and are omitted. A rate that another torch scheduler sets depends on this
@@ -103,7 +103,7 @@ def take_step(
 def take_gradients(
     group: Group, parameters: Sequence[nn.Parameter], source: int
 ) -> None:
-    """Copies one rank's ``p.grad`` to all, also None.
+    """Copies one rank's ``p.grad`` to all ranks, None included.
 
     Raises:
         CommunicationError: a rank did not arrive in time.
@@ -147,7 +147,7 @@ def plain_schedule(scheduler: LRScheduler) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> None:
-    """Copies settings (rates move) and each parameter's state."""
+    """Copies settings (learning rates change) and each parameter's state."""
     for mine in optimizer.param_groups:
         plain = {n: v for n, v in mine.items() if isinstance(v, _SETTING)}
         _fill(mine, _sent(group, plain, source))

@@ -42,8 +42,8 @@ from elche.runtime.sync.step_account import Step, StepAccount, open_steps
 EXCLUDED_POLL_S = 1.0
 """Poll interval of an excluded rank (s)."""
 TOO_EARLY = (
-    f"a rank has died, but {EARLY}, whose part of the epoch is over or reported: "
-    "restart the run from its last checkpoint (--max-restarts)"
+    f"a rank has died, but {EARLY}, and that one's part of the epoch is over or "
+    "reported: restart the run from its last checkpoint (--max-restarts)"
 )
 
 
@@ -74,8 +74,8 @@ class _State(Enum):
     BETWEEN = "the loader loads, or waits for a grant"
     INSIDE = "the loop has a step's batch"
     EXCLUDED = "the loader waits for the end of the epoch; others run its steps"
-    LEAVING = "the loop is gone, and joins passes that the others have begun"
-    SETTLED = "all steps are run that ranks which have died left, and reported"
+    LEAVING = "the loop has ended; this rank joins passes that the others have begun"
+    SETTLED = "all steps of the part that ends at a death are run and reported"
 
 
 class SyncEpoch:
@@ -423,7 +423,7 @@ class SyncEpoch:
         return step.among(self._worker.members).weighed(part.weight)
 
     def _weigh_forward(self, part: StepPart | None) -> None:
-        """Weighs a forward pass, perhaps of an earlier batch; None: it has ended."""
+        """Sets a forward pass's weight, also for an earlier batch; None at its end."""
         if part is not None:
             self._part = part = self._alive(part)
         self._reducer.weigh_forward(part)
@@ -440,9 +440,9 @@ class SyncEpoch:
         first, second = sorted(each.label.step for each in (part, other))
         raise ConfigError(
             f"one backward pass goes through the forward passes of batches {first} "
-            f"and {second}, in which ranks have different shares, so that one weight "
-            "cannot fit both: call backward() on each batch's loss; gradients "
-            "accumulate until zero_grad()"
+            f"and {second}, in which ranks have different shares, so no single weight "
+            "fits both: call backward() on each batch's loss; gradients accumulate "
+            "until zero_grad()"
         )
 
     def _settle(self, first: int | None = None) -> None:

@@ -8,12 +8,11 @@ be ahead:
     fetch 0, fetch 1, forward 0, backward 0, fetch 2, forward 1, ...   (timm)
     fetch 0, fetch 1, fetch 2, forward 0, backward 0, forward 1, ...   (a group)
 
-A *live graph* is that of a forward pass whose backward pass has not come. A hook on the
+A *live graph* belongs to a forward pass whose backward pass has not come. A hook on the
 model's outputs detects that pass: autograd calls it before any gradient of the graph
-exists. A container without a forward pass (a ``ModuleList``) is called by its parts.
-Some forward passes are seen by no hook (of a model compiled after set-up, or called by
-another method). They count for the current batch, if no earlier batch has a pending
-pass.
+exists. Of a container without a forward pass (``ModuleList``), the parts are called.
+Hooks miss some forward passes (of a model compiled after set-up, or called by another
+method). These count for the current batch, if no earlier batch has a pending pass.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ A pass is late if it reaches the graph of a batch before the current one; the se
 argument is None if it is the pass's first graph."""
 UNCLEAR = (
     "the loop fetched batches ahead, or skipped some, and elche cannot tell to which "
-    "batch this pass belongs, nor the weight of its gradients: call model(...) with "
-    "the loader's own tensors (convert them inside its forward; torch.compile before "
+    "batch this pass belongs, so its weight is unknown. Call model(...) with the "
+    "loader's own tensors (convert them inside forward; torch.compile before "
     "elche.setup), or run forward and backward before the next batch is fetched"
 )
 ITERATED_ELSEWHERE = (
@@ -165,7 +164,7 @@ class LiveGraph:
             ]
 
     def begin(self, batch: Any, data: Any = None) -> None:
-        """Records a batch that is yielded: its label, and its data for the loop."""
+        """Records a yielded batch: its label, and the data that the loop receives."""
         self._current = current = BatchForwards(batch, self._moves, self._number)
         self._number += 1
         if len(self._of) >= self._most:

@@ -1,10 +1,10 @@
 """Detection of a loss that is a sum over the batch, in the graph of the first backward.
 
-A sum's gradients that are reduced like a mean's differ from those of one device, and
-nothing else shows it. Only a loss that cannot be a mean counts as a sum: torch's own
-losses with ``reduction="sum"``, and a sum of those with ``"none"`` or of squared or
-absolute differences, alone or with others added. A product or quotient of a sum may be
-a mean, and no graph distinguishes a mean over the batch from one over a sample's
+If a sum's gradients are reduced like a mean's, they differ from those of one device,
+and nothing else shows it. Only a loss that cannot be a mean counts as a sum: torch's
+own losses with ``reduction="sum"``, and sums of losses with ``"none"``, or of squared
+or absolute differences, alone or with others added. A product or quotient of a sum may
+be a mean, and no graph distinguishes a mean over the batch from one over a sample's
 elements: those are not reported.
 """
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class _Averaged:
     """One `AveragedModel`, and the module that it is an average of.
 
-    ``samples`` counts those of batches in this window whose loop body updated it;
-    ``is_called`` is True if one of this epoch has.
+    ``samples`` counts the samples of this window's batches whose loop body updated it;
+    ``is_called`` is True if any batch of this epoch did.
     """
 
     copy: weakref.ref[AveragedModel]

@@ -82,7 +82,7 @@ class ModelSums:
         self._begun.append(begun)
 
     def take(self, until: int) -> CheckRows:
-        """Checks that were begun at this step or window, or before; waits for them."""
+        """Waits for checks begun up to this step or window, and returns them."""
         begun = [each for each in self._begun if each[0].at <= until]
         self._begun = self._begun[len(begun) :]
         rows = []

@@ -1,10 +1,10 @@
 """NaN/Inf checks of a rank's unreduced gradients, and of the parameters.
 
-Where a loss is NaN or Inf, nearly every gradient is: small tensors show it. The first
-and the last gradient of a backward pass are checked: the last, near the model's
-input, also shows errors on the way, and the first may be of another part of the
-model, as of actor and critic. Sums are kept on their device, and copied to the host
-behind what is computed when a report is due, so that nothing waits.
+A NaN or Inf loss makes nearly every gradient NaN or Inf, so small tensors suffice. Of
+each backward pass, the first and the last gradient are checked. The last, near the
+model's input, also shows later errors. The first may be of another part of the model
+(actor and critic). Sums stay on their device. When a report is due, their copies to the
+host are enqueued behind its work, so nothing waits.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class NonFiniteWatch:
                     self._record.gradients(*of, is_finite=is_finite)
 
     def _keep(self, of: _Seen, *tensors: torch.Tensor) -> None:
-        """Buffers the largest sum of a tensor, NaN if one is, to be read later."""
+        """Buffers the largest of the tensors' sums, or NaN, to be read later."""
         total = None
         for tensor in tensors:
             while tensor.numel() > SMALL_ELEMENTS and tensor.dim():

@@ -10,8 +10,8 @@ next batch      the epoch                            all but the guard
 ==============  ===================================  =================================
 
 An excluded rank, and one that joins, adopts model and optimizers. Other state that its
-loop would have moved with its batches stays behind. So where such state is seen, no
-rank joins, and none is excluded or returns (`STALE`: none returns).
+loop would have changed is not copied. So if such state is seen, no rank joins, and none
+is excluded or returns (`STALE`: none returns).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LoopObserver:
 
         Args:
             sync: holder of the trained parameters.
-            is_counted: epochs, or steps, are counted here and not by the loop.
+            is_counted: elche counts epochs or steps, and not the loop.
         """
         self._may_count = not is_counted
         self._has_sync_norms = bool(sync_batchnorm_layers(self._model))

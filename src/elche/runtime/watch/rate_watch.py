@@ -39,8 +39,8 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 class RateWatch:
     """Refuses a scheduler that counts one rank's batches; warns of a rate set by hand.
 
-    In windows each rank runs its own number of batches, so a schedule that moves with
-    them ends elsewhere than on one device, and differs between ranks.
+    In windows each rank runs its own number of batches. A schedule that counts them
+    ends elsewhere than on one device, and differs between ranks.
 
     Args:
         policy: policy of the run.

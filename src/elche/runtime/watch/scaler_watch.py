@@ -1,7 +1,7 @@
 """GradScalers of the loop: the steps that they skip, and their refusal.
 
 A scaler skips a step where gradients overflow. Its batches count as done, so nothing
-else would show that nothing was learned from them. A fused optimizer is always called,
+else shows that the model did not learn from them. A fused optimizer is always called,
 and skips the step itself if ``found_inf`` is set.
 """
 

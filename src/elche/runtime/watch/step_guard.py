@@ -103,7 +103,7 @@ class StepGuard:
         """Hook before a step, or after each call of the step's closure.
 
         Raises:
-            ConfigError: the step would not be that of the other ranks.
+            ConfigError: the step would differ from the other ranks'.
         """
         self.stepped += 1
         self.in_batch.add(id(optimizer))

@@ -41,8 +41,8 @@ class GradientSync(WindowSync):
         window: sums the gradients.
         buffers: averages changed buffers of the model.
         max_grad_norm: clip the reduced gradient to this norm.
-        is_sum: the loss is a sum over the samples of a batch, and the gradient to be
-            that of the sum over all samples of the window; else both are means.
+        is_sum: losses are sums over a batch, and the gradient is that of the sum over
+            all samples of the window; otherwise both are means.
     """
 
     weighs_gradients = True

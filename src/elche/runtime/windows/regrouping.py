@@ -3,8 +3,8 @@
 If a survivor holds the result of the open reduction, which includes the dead rank's
 part, the others copy it, and the coordinator commits it. Else the coordinator plans the
 reduction again without that part. In shared memory all ranks see the same sums; over
-gloo some may have them and others not. New ranks join where an epoch is cut, and copy
-the state of a member.
+gloo only some ranks may have them. New ranks join where an epoch is cut, and copy the
+state of a member.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Regrouping:
         min_ranks: fewer ranks pause until others have joined.
 
     Attributes:
-        is_building: a rank has not built its reducers for the policy in force, so none
-            has trained under it, and all build again in the next group.
+        is_building: a rank has not built its reducers for the policy in force, so no
+            rank has trained under it, and all build again in the next group.
         has_joined: ranks have joined with the group that was formed last.
     """
 

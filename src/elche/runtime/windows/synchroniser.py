@@ -238,7 +238,7 @@ class Synchroniser:
     def refuse_nan(self, epoch: int) -> None:
         """Refuses windows from NaN parameters, where every batch would seem at fault.
 
-        Steps under ``sync``, or the loop, have made them NaN before.
+        Earlier steps under ``sync``, or the loop, have made them NaN.
 
         Raises:
             NonFiniteError: parameters are NaN that were numbers at the start.

@@ -284,7 +284,7 @@ class Bucket:
 
     @torch.no_grad()
     def restore(self, scale: float) -> None:
-        """Restores dropped gradients, sent times ``scale``, to rounding."""
+        """Restores dropped gradients from the sent ones, divided by ``scale``."""
         for index, sent in self._dropped.items():
             self.parameters[index].grad = sent / scale
 

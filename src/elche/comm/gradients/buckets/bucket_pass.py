@@ -325,7 +325,7 @@ class BucketPass(ABC):
     def _await_own(self) -> float:
         """Waits for this rank's devices, which the host is ahead of; returns seconds.
 
-        Else the time in which they compute would count as a wait for other ranks.
+        Otherwise their computing time would count as a wait for other ranks.
         """
         started_s = time.perf_counter()
         computed = self._computed

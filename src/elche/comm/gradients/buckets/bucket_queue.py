@@ -1,8 +1,8 @@
 """Buckets of one model in the order of reduction; their sums become ``p.grad``.
 
 The order is that of the gradients in the first pass. A parameter usually gets one
-gradient in a pass. It gets several if it is used in several segments of reentrant
-activation checkpointing, each of which accumulates separately, and none if a branch was
+gradient in a pass. It gets several if several segments of reentrant activation
+checkpointing use it, since each accumulates separately. It gets none if a branch was
 not taken. A bucket sent before a parameter's last gradient lacks that gradient. The
 last gradient of a reused layer comes near the pass's end, so waiting for it costs
 little.
@@ -123,12 +123,12 @@ class BucketQueue:
 
         Args:
             scale: factor of this rank's gradients.
-            first: parameter of the pass's first gradient, which stays, while other
-                large ones are dropped where the contribution holds them; None: all
-                stay. Those of the last bucket stay, and sums with additions.
+            first: parameter of the pass's first gradient, which stays. Other large ones
+                that the contribution holds are dropped, except in the last bucket and
+                in sums with additions. None: all stay.
 
         The first sum of this pass implies that all ranks have the last pass's sums, so
-        the gradients that those replaced are released.
+        own gradients replaced by those sums are released.
         """
         buckets, given = self.buckets, self._reduced.is_given
         while self.sent < len(buckets) and not buckets[self.sent].pending:

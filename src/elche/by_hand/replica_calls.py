@@ -79,7 +79,7 @@ def announce(
         is_stale: True if this rank must first rebuild for the structure.
 
     Returns:
-        True if any rank must rebuild, so that all do, and the values of every rank.
+        Whether any rank is stale, so that all must rebuild; and every rank's values.
 
     Raises:
         ProtocolError: ranks make different calls.

@@ -36,7 +36,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """An event behind all work that this thread has enqueued for a device."""
+    """Records an event after all work that this thread has enqueued for a device."""
     event = torch.Event(device)
     event.record(current_stream(device))
     return event
@@ -45,8 +45,8 @@ def record_event(device: torch.device) -> torch.Event:
 def beside(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """Context whose work and allocations use a stream; None: the current one.
 
-    Several threads may enter it for one stream. A `torch.Stream` itself cannot be that
-    context: it stores the state to restore, and old versions of torch allow one entry.
+    Several threads may enter it for one stream. A `torch.Stream` as context allows only
+    one: it stores the state to restore, and older torch versions refuse a second entry.
     """
     if stream is None:
         return nullcontext()

@@ -1,8 +1,8 @@
 """Local improvement of a schedule along its critical path.
 
 The move is the classic one of job-shop scheduling (Nowicki and Smutnicki 1996). It
-swaps two neighbours on a rank, both on the critical path, if the later action's input
-was ready before the earlier one began.
+swaps two adjacent actions of a rank on the critical path, if the later one's input was
+ready before the earlier one began.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _swaps(
 def _ready_times(
     rows: Rows, starts: list[list[float]], table: CostTable, count: int
 ) -> tuple[list[list[tuple[float, int]]], dict[int, tuple[int, int]]]:
-    """Arrival and source (index * 2 + is_backward) of each input; places of sources."""
+    """Arrival and source (index * 2 + is_backward) per input; place of each source."""
     place: dict[int, tuple[int, int]] = {}
     ends: dict[int, float] = {}
     for rank, (row, begun) in enumerate(zip(rows, starts, strict=True)):

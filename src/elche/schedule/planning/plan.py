@@ -119,8 +119,8 @@ class Plan:
 def ideal_step_s(profile: PipelineProfile, num_microbatches: int) -> float:
     """Time of a step if work divided exactly by speed and no device ever waited.
 
-    The whole model's work over the sum of the devices' speeds. A device's speed is one
-    over its time for the whole model alone.
+    This is the whole model's work over the sum of the devices' speeds. A device's speed
+    is one over its time for the whole model alone.
     """
     table = ProfileTable(profile, num_microbatches)
     layers = len(profile.layers)

@@ -1,4 +1,4 @@
-"""Builder of a `Pipeline`: measurement, plan, stages, agreement of all ranks."""
+"""Builder of a `Pipeline`: measures, plans, builds stages, agrees with all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PipelineBuilder:
         self._placement = read_placement()
         try:
             facts = launch_facts()
-            if facts.may_grow and facts.pipe >= 0:  # Ray replaces ranks by default
+            if facts.may_grow and facts.pipe >= 0:  # not Ray's default replacement
                 raise ConfigError(
                     "a Pipeline cannot replace ranks that die: run without --rejoin; "
                     "--max-restarts N starts it anew from its last checkpoint"
@@ -77,7 +77,7 @@ class PipelineBuilder:
             raise
 
     def build(self) -> Stepping:
-        """Builds this rank's stages, ready for steps; or leaves the model as it was.
+        """Builds this rank's stages; if that fails, the model is left unchanged.
 
         Raises:
             ConfigError: an argument is wrong, here or on another rank.
@@ -120,7 +120,7 @@ class PipelineBuilder:
 
     @property
     def _emulation(self) -> EmulationConfig | None:
-        """Emulated speed of this device, with the time per sample of one layer."""
+        """Emulated speed of this device, with its time per sample and layer."""
         emulation = self._placement.emulation
         return None if emulation is None else emulation.for_layer(len(self._layers))
 

@@ -35,7 +35,7 @@ SPEEDS = (1.0, 0.25)
 START_S = 8.0  # overhead of a run: start of processes, evaluations, end
 # Solo devices: the slower one stops after this multiple of the faster one's time.
 ALONE_TIMES = 1.5
-# Disturbed runs are repeated while the demo stays below this multiple of its estimate.
+# Disturbed runs are repeated within this multiple of the demo's estimated time.
 MOST_TIMES = 2.0
 # Real devices: duration of the speed probe, and time limit of the slower device.
 PROBE_S = 4.0

@@ -24,7 +24,7 @@ class StageCost:
         input_gradient: time of I.
         weight_gradient: time of W.
         backward: time of B, the whole backward at once; None means I + W.
-        activation: units of memory held from F to B or W. I frees nothing. (In the ZB
+        activation: units of memory held from F to B or W; I frees nothing. (In the ZB
             paper, W of a transformer layer needs 32h of the 34h + 5as in memory.)
     """
 

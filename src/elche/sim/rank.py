@@ -95,7 +95,7 @@ class World(ABC):
         names = [device.name for device in cluster.ranks]
         is_host = cluster.run.config.transport.kind == "gloo"
         is_host = is_host or any(name.startswith("CPU") for name in names)
-        self.backend = "" if is_host else "NCCL"  # real ranks try theirs
+        self.backend = "" if is_host else "NCCL"  # real ranks probe their backend
         self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
 
     @abstractmethod

@@ -242,7 +242,7 @@ class SimulatedSyncEpoch:
                     books.take_steps(rank.rank, source)
                 self._took(self._current)
         if self._current is not None:
-            self._current.ready_s = rank.now_s  # all of it is sent again
+            self._current.ready_s = rank.now_s  # all gradients are sent again
         return True
 
     def _join_others(self) -> Script:

@@ -66,7 +66,7 @@ class Arguments:
         device: torch.device,
         omitted: Collection[str] = (),
     ) -> Arguments:
-        """Reads a sample in the way in which a step reads its batch.
+        """Reads a sample as a step reads its batch.
 
         Args:
             model: model whose forward receives the sample: a tuple as positional

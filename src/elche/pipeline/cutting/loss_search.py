@@ -49,7 +49,7 @@ def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss
         if not is_known and not isinstance(node.target, _OPERATOR):
             fault = f"the labels of this one depend on {node.name}"
             return OwnLoss(arguments, fault=fault)
-        node.meta = {}  # it would keep the trace alive
+        node.meta = {}  # else it keeps the trace alive
     pairs = zip(arguments.owners, inputs, strict=True)
     used = frozenset(name for name, node in pairs if node.users)
     return OwnLoss(arguments, fx.GraphModule({}, made), used)

@@ -54,7 +54,7 @@ class Segment(nn.Module):
         codes: dict[bool, Code],
     ) -> None:
         super().__init__()
-        self.training = model.training  # it stands for the model's own code
+        self.training = model.training  # the segment replaces the model's own code
         self.body = _body(model, held, codes)
         self._codes, self._device = codes, device
         self._mode = next(iter(codes))

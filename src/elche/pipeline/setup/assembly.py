@@ -177,7 +177,7 @@ def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> 
     rank = 0 if peers is None else peers.rank
     layers, seed = given.layers, given.config.seed
     if seed is None and plan.schedule.num_ranks > 1:
-        # Without it, after one manual_seed in the script, equal layers on two ranks
+        # Without a seed, after one manual_seed in the script, equal layers on two ranks
         # would start equal and share dropout masks. Loaders would shuffle differently
         # on the first and the last stage's rank.
         seed = torch.initial_seed()

@@ -1,4 +1,4 @@
-"""The model's layers, and construction of this rank's layers only."""
+"""List of the model's layers, of which each rank builds only its own."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ class _Deferred(torch.autograd.Function):
         operation: WeightOperation,
         store: WeightGradients,
     ) -> torch.Tensor:
-        # Detached: a later ``weight.data = ...`` does not change what is saved.
+        # Detached: a later ``weight.data = ...`` does not change the saved tensor.
         used = weight.detach().to(dtype)
         ctx.save_for_backward(x, used)
         ctx.set_materialize_grads(False)

@@ -107,8 +107,8 @@ class Microbatches:
         """Weights of the microbatches, on the rank that reads the values to weigh.
 
         Returns:
-            The weights; None on other ranks, and if samples are the weights. Then True
-            if samples are the weights but the shares of ignored targets differ.
+            The weights; None on other ranks, and if samples are the weights. The second
+            value is True if samples are the weights and their ignored shares differ.
         """
         loss_fn, weight_of = self._parts.given.loss_fn, self._config.weight_of
         if self._config.loss_reduction == "sum":

@@ -68,7 +68,7 @@ def _swaps(
         source = ready[rank][position]
         if position and source[0] < start - _TOLERANCE * (1 + start):
             before = rows[rank][position - 1]
-            # Never F and its I, nor I and its W.
+            # Never swap F with its I, or I with its W.
             may_swap = before >> 3 != code >> 3 and before & 7 != code & 7
             if source[0] <= starts[rank][position - 1] and may_swap:
                 yield rank, position

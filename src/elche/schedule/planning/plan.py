@@ -23,7 +23,7 @@ class PlanConfig:
         num_microbatches: microbatches per step.
         schedule: ``auto``, or one of `FIXED_SCHEDULES`.
         stages_per_device: stages per device of the interleaved schedules.
-        use_all_devices: give every device at least one layer.
+        use_all_devices: whether every device gets at least one layer.
     """
 
     num_microbatches: int

@@ -1,8 +1,8 @@
 """`auto`: the schedule of least makespan for measured costs and memory limits.
 
 The search times every published schedule that suits the placement and the memory, then
-list schedules. It tries the best of them with every W moved into gaps, and with B in
-place of I and W on stages where B is cheaper. It improves the best result along its
+list schedules. It varies the best of them: every W moved into gaps, or B in place of I
+and W on stages where B is cheaper. It improves the best result along its
 critical path, and stops when the busiest rank never waits. The effort depends on the
 number of actions, never on a clock, so that all ranks find the same schedule.
 """

@@ -77,8 +77,8 @@ def refuse_capture() -> None:
     cuda = getattr(torch, NVIDIA)
     if cuda.is_initialized() and cuda.is_current_stream_capturing():
         raise ConfigError(
-            "gradients are reduced by hooks in the backward pass, which a CUDA graph "
-            "does not replay: a graph must not hold a whole training step here; "
-            "capture the model with torch.cuda.make_graphed_callables, or average "
-            "parameters (policy 'async', or 'cadence'), which needs no hook"
+            "a CUDA graph does not replay the backward hooks that reduce gradients, so "
+            "it must not contain a whole training step; capture the model with "
+            "torch.cuda.make_graphed_callables, or average parameters (policy 'async' "
+            "or 'cadence'), which needs no hooks"
         )

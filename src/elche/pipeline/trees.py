@@ -82,7 +82,7 @@ def _structure(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         parts = [_structure(one, tensors, where) for one in value.values()]
         return ["dict", list(value), parts]
     raise ConfigError(
-        f"{where} holds a {type(value).__name__}, which cannot travel between stages; "
+        f"{where} holds a {type(value).__name__}, which stages cannot send; "
         "expected tensors, None, numbers and text, in tuples, lists and dicts with "
         "text keys"
     )

@@ -40,7 +40,7 @@ def only_optimizer(given: Any) -> torch.optim.Optimizer:
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
             "expected one torch optimizer over this rank's parameters, got "
-            f"{type(given).__name__}; of several, call this for each"
+            f"{type(given).__name__}; call this once per optimizer"
         )
     return as_optimizers(given)[0]
 

@@ -213,7 +213,7 @@ class Arguments:
             raise ConfigError(
                 f"the model was cut for sizes with {broken[0]}, true of the sample "
                 f"but not of tensors of {[list(one.shape) for one in tensors]}: "
-                "forward may do something else for them; cut with a sample like them"
+                "forward may run other code for these; cut with a sample of such sizes"
             )
         self._seen.add(sizes)
 

@@ -77,8 +77,8 @@ def _detach_without_grad(graph: fx.Graph) -> None:
             if casts or node.target is call_whole:
                 raise ConfigError(
                     f"forward uses {'autocast' if casts else 'torch.no_grad'} around "
-                    f"code {where(node)}, which a cut might tear apart (a module is "
-                    f"frozen by requires_grad_(False)); {REMEDY}"
+                    f"code {where(node)}, which a cut might split (to freeze a module, "
+                    f"call requires_grad_(False)); {REMEDY}"
                 )
             if changes(node):  # its result is its input, which keeps its gradient
                 node.replace_all_uses_with(node.args[0])

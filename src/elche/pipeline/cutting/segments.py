@@ -80,9 +80,9 @@ class Segment(nn.Module):
         if {*modes.values()} != {self.training}:
             raise ConfigError(
                 f"code after {', '.join(modes)} differs between training and "
-                "evaluation, and some of these modules and the model around them are "
-                "in training, some not; set one mode (pipe.train(), not the "
-                "model's own train or eval), or cut between them (split_points=)"
+                "evaluation, but only some of these modules, or not the model around "
+                "them, are in training; set one mode (pipe.train(), not the model's "
+                "own train or eval), or cut between them (split_points=)"
             )
         return self.training
 

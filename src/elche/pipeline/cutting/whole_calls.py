@@ -173,8 +173,8 @@ class ModuleCalls:
         if isinstance(value, _PLAIN):
             return value
         raise ConfigError(
-            f"{self.inside} is given a {type(value).__name__}, which cannot travel "
-            "between layers; leave it out with an argument of the model, such as "
+            f"{self.inside} is given a {type(value).__name__}, which layers cannot "
+            "exchange; disable it by an argument of the model, such as "
             'sample={"input_ids": ..., "use_cache": False}, or cut by hand with '
             "split=lambda model: [...]"
         )

@@ -80,8 +80,8 @@ class Waits:
         if lost := self._channel.waiting(Regroup):
             ranks = [rank for one in lost for rank in one.left]
             raise RankLostError(
-                f"ranks {ranks} are gone during a call that is not repeated; only "
-                "step and clip_grad_norm_ are; `elche run --max-restarts` restarts "
+                f"ranks {ranks} were lost during a call that cannot be repeated; only "
+                "step and clip_grad_norm_ can; `elche run --max-restarts` restarts "
                 "such a run from its last checkpoint"
             )
 

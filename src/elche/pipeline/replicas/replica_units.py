@@ -70,7 +70,7 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
         if first.keys() != other.keys():
             raise MismatchError(
                 f"replicas disagree about the model: replica 0 has {len(first)} "
-                f"layers, replica {number} has {len(other)}; give all the same model"
+                f"layers, replica {number} has {len(other)}; use one model for all"
             )
         for index in sorted(first):
             (rank, mine), (there, theirs) = first[index], other[index]
@@ -80,7 +80,7 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
                     raise MismatchError(
                         f"replicas disagree about layer {index}: {name} {one} on rank "
                         f"{rank} of replica 0, and {two} on rank {there} in replica "
-                        f"{number}; give all the same model"
+                        f"{number}; use one model for all"
                     )
 
 

@@ -155,8 +155,8 @@ class PipelineBuilder:
             idle = [rank for rank, row in active if not row]
             if idle and self._placement.rank == members[0]:
                 logger.warning(
-                    "ranks %s have no layers and idle: with them a step would take "
-                    "longer, by the measured costs",
+                    "ranks %s have no layers and idle: by measured costs, layers on "
+                    "them would make a step longer",
                     idle,
                 )
         plan = make_plan(wanted, self.micro_batches, len(members), len(layers), config)
@@ -181,7 +181,7 @@ def _checked(
     if isinstance(own, OwnLoss):
         if own.fault and config.weight_of is None and config.loss_reduction == "mean":
             raise ConfigError(
-                "loss_fn=None takes the loss that the model computes, which must be a "
+                "loss_fn=None uses the loss that the model computes, which must be a "
                 f"mean over labels or samples, and {own.fault}; if it is a mean, pass "
                 "weight_of=lambda batch: the count that it is a mean over, or "
                 'loss_reduction="sum" if it is divided by a count of the whole step '
@@ -198,7 +198,7 @@ def _checked(
         learning = [n for n, p in loss_fn.named_parameters() if p.requires_grad]
         if learning:
             raise ConfigError(
-                f"loss_fn has parameters that learn ({', '.join(learning[:3])}), which "
+                f"loss_fn has trainable parameters ({', '.join(learning[:3])}), which "
                 "no stage holds: they would be in no state_dict and no norm; make that "
                 "part the last layer, or freeze them with requires_grad_(False)"
             )

@@ -226,7 +226,7 @@ def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
     if left:
         raise ConfigError(
             f"no layer of split holds {', '.join(left[:3])} of the model, which would "
-            "never be trained; add the module that does"
+            "never be trained; add the module that holds it"
         )
     state_names = _names_of_state(model)
     return LayerList(*(tuple(names), tuple(modules), True, tuple(aliases)), state_names)

@@ -47,8 +47,8 @@ def log_untried() -> None:
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers > NEWEST_TRIED and read_placement().rank == 0:
         logger.warning(
-            "transformers %s was never tried with elche, whose tests ran with %s; "
-            "install that one if a model is refused or generates without a cache",
+            "transformers %s was never tried with elche; the newest tested release is "
+            "%s: install it if a model is refused or generates without a cache",
             version,
             ".".join(map(str, NEWEST_TRIED)),
         )

@@ -276,8 +276,8 @@ class _Run:
         if not loss.requires_grad:
             raise ConfigError(
                 f"the loss of microbatch {microbatch} depends on no parameter that "
-                "requires a gradient; expected loss_fn to return what it computed from "
-                "the output, not detached, and layers that learn"
+                "requires a gradient; expected trainable layers, and a loss_fn that "
+                "does not detach the output"
             )
         if not self.given.weights[microbatch]:
             loss = _zero(value, loss)

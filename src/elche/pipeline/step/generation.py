@@ -60,8 +60,8 @@ class Generation:
         """Appends tokens to the tokens of the first stage's rank; call on all ranks."""
         if self.stepping.groups.are_several:
             raise ConfigError(
-                "generate runs one pipeline, and this one has replicas; load its "
-                "state_dict into a Pipeline without them"
+                "generate does not support replicas; load this pipeline's "
+                "state_dict into a Pipeline without replicas"
             )
         made, end_token = self._begin(), self.end_token
         ended = torch.zeros(len(made), dtype=torch.bool, device="cpu")

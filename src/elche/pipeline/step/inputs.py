@@ -132,7 +132,7 @@ def read_call(
     is_own = isinstance(parts.given.loss_fn, OwnLoss)
     if is_own and call.target is not None:
         raise ConfigError(
-            f"{what} was given a target on rank {rank}, and loss_fn=None takes the "
+            f"{what} was given a target on rank {rank}, but loss_fn=None uses the "
             "model's own loss; give the labels in the batch alone"
         )
     if parts.is_last and call.target is not None:
@@ -180,8 +180,8 @@ def _read_batch(call: Call, parts: Parts, may_rest: bool) -> tuple[Any, list[str
     omitted = parts.omitted_by(batch, call.keywords)
     if omitted and what == "step":
         raise ConfigError(
-            f"the sample has the model's argument {omitted[0]}, but the batch of "
-            "step has not; give it, or cut with a sample without it (evaluate and "
+            f"the batch of step lacks the model's argument {omitted[0]}, which the "
+            "sample has; give it, or cut with a sample without it (evaluate and "
             "generate run without it)"
         )
     return batch, omitted
@@ -257,8 +257,8 @@ def warn_of_other_batch(
         other = [r for r, one in enumerate(reports) if one.batch != reports[0].batch]
         if other and parts.rank == 0:
             logger.warning(
-                "another batch was given to %s than to rank 0, and each replica takes "
-                "its part of its own (split_batches=True): samples may count twice or "
+                "%s and rank 0 were given different batches, and each replica cuts its "
+                "part from its own (split_batches=True): samples may count twice or "
                 "never; seed the sampler alike on all ranks (generator=)",
                 named_ranks(other),
             )

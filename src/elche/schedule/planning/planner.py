@@ -298,7 +298,7 @@ class _PlanSearch:
         return (
             f"no partition fits the memory: the layers need {sums[-1]:,.0f} bytes for "
             "their parameters, their state and one microbatch of activations, the "
-            f"largest ({name}) {most:,.0f} of them; the devices have "
+            f"largest layer ({name}) {most:,.0f}; the devices have "
             f"{sum(rooms):,.0f}, each {max(rooms):,.0f} at most; {unused}add devices, "
-            "cut large layers, or take smaller microbatches"
+            "cut large layers, or use smaller microbatches"
         )

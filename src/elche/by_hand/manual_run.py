@@ -96,7 +96,7 @@ class ManualRun:
 
 
 def _join(placement: Placement, config: RunConfig) -> Join:
-    """Builds this rank's `Join` message: its settings, without a model."""
+    """Builds this rank's `Join` message, with its settings but no model."""
     return Join(
         rank=placement.rank,
         version=PROTOCOL_VERSION,

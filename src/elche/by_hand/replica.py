@@ -177,9 +177,9 @@ class Replica:
     def all_reduce_gradients(self) -> None:
         """Makes every ``p.grad`` the plain mean over the ranks.
 
-        For equal batches, after backward and before the optimizer's step. A missing
-        gradient counts as zeros; a parameter without a gradient on any rank keeps
-        ``grad=None``.
+        Use it with equal batches, between backward and the optimizer's step. A missing
+        gradient counts as zeros. A parameter keeps ``grad=None`` if no rank has a
+        gradient for it.
 
         Raises:
             ConfigError: a gradient is sparse, or the parts of `elche.share` differ.
@@ -211,10 +211,10 @@ class Replica:
         """Sets the weight of this rank's next losses in SyncBatchNorm layers.
 
         Set it before the backward pass. By default (None) a loss is weighted by the
-        elements of its batch; this fits mean losses and
-        :meth:`weighted_all_reduce_gradients` by samples. Set 1.0 on every rank for
-        :meth:`all_reduce_gradients` after unequal batches and for sum losses, and 0.0
-        to ignore a batch.
+        elements of its batch. This suits mean losses with
+        :meth:`weighted_all_reduce_gradients` by samples. Set 1.0 on every rank for sum
+        losses, and for :meth:`all_reduce_gradients` after unequal batches. Set 0.0 to
+        ignore a batch.
 
         Raises:
             ConfigError: the weight is negative or not finite.
@@ -296,7 +296,7 @@ class Replica:
 
 
 UNKNOWN = -1.0
-"""Placeholder for other ranks' counts when each rank passes only its own."""
+"""Placeholder for the other ranks' counts if each rank passes only its own."""
 
 
 def _checked_counts(

@@ -79,7 +79,7 @@ def announce(
         is_stale: True if this rank must first rebuild for the structure.
 
     Returns:
-        True if any rank must rebuild, so that all do, and the values of every rank.
+        Whether any rank is stale, so that all must rebuild; and every rank's values.
 
     Raises:
         ProtocolError: ranks make different calls.
@@ -96,7 +96,7 @@ def announce(
         texts = gather_texts(group, what, "comparing calls")
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
         raise ProtocolError(
-            f"ranks call different things: rank 0 calls {texts[0]}, rank {other} calls "
+            f"ranks make different calls: rank 0 calls {texts[0]}, rank {other} calls "
             f"{texts[other]}; make the same calls in the same order on every rank"
         )
     if len(set(digests)) > 1:

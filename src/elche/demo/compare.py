@@ -30,10 +30,10 @@ from elche.runtime.process.launch_config import (
 MS_PER_SAMPLE = 1.25
 STDERR_TAIL_LINES = 25
 MOST_DISTURBED = 0.05
-"""Largest disturbance of a run that allows a verdict."""
+"""Largest disturbance (fraction of training time) of a run that allows a verdict."""
 
 OnProgress = Callable[[int, float], None]
-"""Called with a rank and its number of samples so far (or the run's)."""
+"""Callback for a rank and the number of samples so far, of this rank or of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class ContenderRun:
-    """Results of one contender that each rank wrote, see `Contender`."""
+    """Results of one contender, as written by each rank; see `Contender`."""
 
     name: str
     ranks: tuple[dict[str, Any], ...]
@@ -109,7 +109,7 @@ class ContenderRun:
 
     @property
     def disturbance(self) -> float:
-        """Overrun, or wait for a core, as a fraction of the worst rank's training."""
+        """Overrun or wait for a core, as a fraction of training; the worst rank's."""
         lost = (max(r["overrun_s"], r["starved_s"]) / r["train_s"] for r in self.ranks)
         return float(max(lost))
 
@@ -124,8 +124,8 @@ def run_contender(
 ) -> ContenderRun:
     """Trains one contender, a process per device, and returns its results.
 
-    The ``out`` of `spec` is replaced by a temporary directory; `trace_path` receives
-    the timeline of elche's ranks; every rank runs `module`.
+    Every rank runs `module`. A temporary directory replaces the ``out`` of `spec`. The
+    timeline of elche's ranks is written to `trace_path`.
 
     Raises:
         RemoteRankError: a rank failed; the message has the end of its output.
@@ -163,7 +163,7 @@ def run_contender(
 def whole_batches(
     samples: float, segments: int = 1, batch_size: int = BATCH_SIZE
 ) -> int:
-    """Nearest number of samples that gives equal segments of whole batches."""
+    """Nearest number of samples that divides into equal segments of whole batches."""
     unit = batch_size * segments
     return max(1, round(samples / unit)) * unit
 
@@ -179,7 +179,7 @@ def machine() -> dict[str, Any]:
 
 
 def _done(line: str) -> float | None:
-    """Samples that a contender's line reports; None for any other line."""
+    """Number of samples in a contender's progress line; None for any other line."""
     try:
         return float(json.loads(line)["done"])
     except (ValueError, TypeError, KeyError):

@@ -2,8 +2,8 @@
 
 All contenders share one loop, one data order, one learning rate rule and one
 emulation; they differ in the setup by `Contender`. The clock of a run is rank 0's (a
-rank alone has its own) and stops during evaluation of the held-out set, for every
-contender equally.
+rank that trains alone has its own). It stops during evaluation of the held-out set, for
+every contender equally.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Contender:
         return round(progress_samples())
 
     def _evaluate(self) -> None:
-        """Evaluates the held-out loss; other ranks wait in the next part."""
+        """Evaluates the held-out loss; other ranks wait before their next part."""
         if not self._reports:
             return
         loss = self._workload.evaluate(self._model)
@@ -274,8 +274,8 @@ def main(
 ) -> None:
     """Runs the contender specified in the file; writes ``result-RANK.json``.
 
-    Standard error of a rank is redirected to ``stderr-RANK.txt``: the parent process
-    may show a progress bar, and prints the end of the file if the rank fails.
+    Standard error of a rank goes to ``stderr-RANK.txt``, because the parent process may
+    show a progress bar. The parent prints the end of the file if the rank fails.
     """
     spec = spec_type(**json.loads(Path(path).read_text()))
     rank = read_placement().rank

@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 SEGMENTS = 8
 SPEEDS = (1.0, 0.25)
-START_S = 8.0  # of a run: processes, evaluations, end
-# Devices alone: the slower one stops after this multiple of the faster one's time.
+START_S = 8.0  # overhead of a run: start of processes, evaluations, end
+# Solo devices: the slower one stops after this multiple of the faster one's time.
 ALONE_TIMES = 1.5
-# Disturbed runs are repeated while the demo stays below this multiple of its estimate.
+# Disturbed runs are repeated within this multiple of the demo's estimated time.
 MOST_TIMES = 2.0
 # Real devices: duration of the speed probe, and time limit of the slower device.
 PROBE_S = 4.0
@@ -64,7 +64,7 @@ class DemoConfig:
 
 
 def choose_devices() -> Devices:
-    """Chooses two unequal accelerators, one and the CPU, or two emulated devices."""
+    """Chooses two unequal accelerators, or one and the CPU, or two emulated devices."""
     here = choice.device_names()
     products = [choice.product_name(torch.device(name)) for name in here]
     for name, product in zip(here, products, strict=True):
@@ -76,7 +76,7 @@ def choose_devices() -> Devices:
 
 
 def prepare(config: DemoConfig, devices: Devices) -> tuple[Sequence[float], int, str]:
-    """Returns the devices' samples per second, samples per contender, text's source.
+    """Returns each device's samples per second, samples per contender, text source.
 
     Raises:
         ConfigError: the text is unusable, or the directory cannot be created.
@@ -99,7 +99,7 @@ def prepare(config: DemoConfig, devices: Devices) -> tuple[Sequence[float], int,
 
 
 def _source(config: DemoConfig, samples: int) -> str:
-    """Source of the text; checks that it has this many windows."""
+    """Description of the text's source; checks that the text has enough windows."""
     return language_workload("gpt", GPT_MODEL, 0, samples, config.text).source
 
 
@@ -151,9 +151,9 @@ def run_contenders(
     samples: int,
     progress: TaskProgress,
 ) -> dict[str, ContenderRun]:
-    """Runs all contenders; at the end, while time is left, repeats disturbed runs.
+    """Runs all contenders, then repeats disturbed runs while time is left.
 
-    The solo devices run at the same time, each on its own.
+    The solo devices train at the same time, each a model of its own.
     """
     alone_s, ddp_s = ALONE_TIMES * samples / max(rates), samples / min(rates) / 2
     spec, both_s = partial(_spec, config, samples), samples / sum(rates)
@@ -172,7 +172,7 @@ def run_contenders(
     for index, (name, seconds, each) in enumerate(steps):
         run_began_s = time.monotonic()
         if name in runs and run_began_s - began_s + took_s[name] > most_s:
-            continue  # the machine is too busy for another try
+            continue  # no time left for another try
         show = partial(_show, progress, steps, index, began_s)
         trace = config.out / TRACE if name == "elche-cadence" else None
         run = run_contender(name, each, devices, show, trace)
@@ -191,7 +191,7 @@ def _show(
     rank: int,
     done: float,
 ) -> None:
-    """Shows rank 0's progress and the time left, by the pace so far, as one line."""
+    """Shows one line with rank 0's progress and the time left at the pace so far."""
     if rank == 0:
         name, _, spec = steps[index]
         expected_s = [START_S + train_s for _, train_s, _ in steps]

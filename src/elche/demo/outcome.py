@@ -21,11 +21,11 @@ _STYLES = list(zip(("0.35", "0.65", "C3", "C0", "C2", "C1"), "osvD^x", strict=Tr
 
 
 class DemoOutcome:
-    """Comparison of runs by name; `SOLO` has one device alone on every rank.
+    """Comparison of runs by name; in the run `SOLO` each rank trains alone.
 
     Attributes:
         title: title of the table.
-        curves: evaluations by contender, each device alone for itself.
+        curves: evaluations by contender; each solo device is a separate contender.
         disturbed: contenders without a verdict, because the machine was busy.
         warning: names the disturbed runs; empty if there are none.
         target_loss: worst finite final loss, which all converging contenders reach.
@@ -44,7 +44,7 @@ class DemoOutcome:
         self.target_loss = max(filter(math.isfinite, finals), default=None)
         self._disturbance = {name: run.disturbance for name, run in runs.items()}
         busy = {n: d for n, d in self._disturbance.items() if d > MOST_DISTURBED}
-        # Every verdict is relative to the devices alone.
+        # Every verdict is relative to the solo devices.
         self.disturbed = {n for n in curves if n in busy or SOLO in busy}
         self.warning = ""
         if busy:
@@ -203,12 +203,12 @@ def _curves(runs: Mapping[str, ContenderRun]) -> Mapping[str, Curve]:
 
 
 def _is_cut(curve: Curve, curves: Mapping[str, Curve]) -> bool:
-    """True for a device alone that stopped early."""
+    """True if the curve is of a solo device that stopped early."""
     return curve[-1][_SAMPLES] < 0.9 * max(c[-1][_SAMPLES] for c in curves.values())
 
 
 def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None:
-    """Seconds or samples until the loss, interpolated; None if it is not reached."""
+    """Seconds or samples until the target loss, interpolated; None if not reached."""
     if target_loss is None:
         return None
     return time_to_loss([(point[axis], point[2]) for point in curve], target_loss)

@@ -33,7 +33,7 @@ _HELD_OUT_EVERY = 10
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded text in two disjoint parts, int64 of shape (characters,); its source."""
+    """Encoded text in two disjoint parts, int64 (characters,), and its source."""
 
     train: Tensor
     held_out: Tensor
@@ -43,7 +43,7 @@ class Corpus:
 def load_corpus(path: Path | None = None, max_chars: int = 4_000_000) -> Corpus:
     """Reads a text and splits it into a training and a held-out part.
 
-    Of a file the last tenth is held out, of a directory every tenth file. None reads
+    Holds out the last tenth of a file, or every tenth file of a directory. None reads
     the running interpreter's standard library, without tests and bundled packages.
 
     Raises:

@@ -53,7 +53,7 @@ class Workload:
             return self.network_fn()
 
     def optimizer_fn(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Makes an AdamW; fused, because unfused it costs as much as the backward."""
+        """Makes a fused AdamW; an unfused one costs as much as the backward pass."""
         return AdamW(
             parameters,
             lr=self.learning_rate,
@@ -89,7 +89,7 @@ class GPTConfig:
         context: maximum number of symbols in a sequence.
         width: features of a position; a multiple of `heads`.
         ngram_orders: n-gram length of each table of hashed n-grams. Tables add
-            parameters, and knowledge, at little compute.
+            parameters and knowledge for little compute.
     """
 
     vocabulary: int

@@ -1,1 +1,1 @@
-"""Accelerators: the only room with their types and torch's functions for them."""
+"""Accelerators: only this package names their types and torch's functions for them."""

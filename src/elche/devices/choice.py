@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 NVIDIA = "cuda"
 """Type of NVIDIA's devices in torch, and of AMD's."""
 UNTRIED = " (untested)"
-"""Suffix of the names of devices on which elche was never run."""
+"""Suffix for the names of devices on which elche has never run."""
 
 
 def kind() -> str:
-    """Type of this process's accelerators, such as ``xpu``; "" without one.
+    """Type of this process's accelerators, such as ``xpu``; "" without any.
 
-    A process may still be forked afterwards, also after :func:`count`.
+    The process may still fork after this call, and after :func:`count`.
     """
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None else ""
@@ -43,7 +43,7 @@ def count() -> int:
 def usable_count() -> int:
     """Number of accelerators that torch can use: 0 with a driver that is too old.
 
-    A fork of this process may not use CUDA afterwards.
+    Forks of this process made after the call may not use CUDA.
     """
     return count() if torch.accelerator.is_available() else 0
 
@@ -64,7 +64,7 @@ def default_device(local_rank: int) -> torch.device:
 
 
 def is_known(name: str) -> bool:
-    """True if torch has this type of device itself, or by an extension loaded here.
+    """True if torch, or an extension loaded in this process, has this type of device.
 
     Torch reserves names, such as ``hpu``, for types that only extensions add.
     """

@@ -20,7 +20,7 @@ class MemoryReading(NamedTuple):
     Attributes:
         total_bytes: memory of the device; 0 if it is not known.
         free_bytes: memory that this process could allocate, its cache included.
-        active_bytes: memory of its tensors, with what queued kernels still use.
+        active_bytes: memory of its tensors, and freed memory in use by queued kernels.
         peak_bytes: peak of ``active_bytes``; both are 0 if they are not counted.
     """
 
@@ -33,8 +33,8 @@ class MemoryReading(NamedTuple):
 def read_memory(device: torch.device) -> MemoryReading:
     """The driver's and the caching allocator's figures of an accelerator.
 
-    The driver counts memory that the allocator caches as used; here it is free. Peaks
-    are read and never reset, as they are the user's too. Does not wait for the device.
+    The allocator's cache, which the driver counts as used, counts as free here. Peaks
+    are never reset, since the user may read them too. Does not wait for the device.
     """
     module = module_of(device.type)
     free_bytes, total_bytes = _driver_bytes(device)
@@ -68,7 +68,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def _driver_bytes(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes by the driver; 0 and 0 if it reports none."""
+    """Free and total bytes as the driver reports them; 0 and 0 if it does not."""
     module = module_of(device.type)
     if device.type == "cpu":
         return 0, 0
@@ -85,7 +85,7 @@ def _driver_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Returns memory that torch's allocator caches to the device."""
+    """Releases the memory that torch's allocator caches."""
     if device.type != "cpu":
         getattr(module_of(device.type), "empty_cache", torch.accelerator.empty_cache)()
 

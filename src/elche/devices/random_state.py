@@ -54,7 +54,7 @@ def forked(
 def seed(devices: Collection[torch.device], number: int) -> None:
     """Seeds the CPU's generator and those of these devices.
 
-    Equals torch.manual_seed for every kind of device, which takes 0.1 ms.
+    Has the effect of `torch.manual_seed`, which seeds all devices and takes 0.1 ms.
     """
     torch.default_generator.manual_seed(number)
     for device in devices:

@@ -36,7 +36,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """An event behind all work that this thread has enqueued for a device."""
+    """Records an event after all work that this thread has enqueued for a device."""
     event = torch.Event(device)
     event.record(current_stream(device))
     return event
@@ -45,8 +45,8 @@ def record_event(device: torch.device) -> torch.Event:
 def beside(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """Context whose work and allocations use a stream; None: the current one.
 
-    Several threads may enter it for one stream. A `torch.Stream` itself cannot be that
-    context: it stores the state to restore, and old versions of torch allow one entry.
+    Several threads may enter it for one stream. A `torch.Stream` as context allows only
+    one: it stores the state to restore, and older torch versions refuse a second entry.
     """
     if stream is None:
         return nullcontext()
@@ -77,8 +77,8 @@ def refuse_capture() -> None:
     cuda = getattr(torch, NVIDIA)
     if cuda.is_initialized() and cuda.is_current_stream_capturing():
         raise ConfigError(
-            "gradients are reduced by hooks in the backward pass, which a CUDA graph "
-            "does not replay: a graph must not hold a whole training step here; "
-            "capture the model with torch.cuda.make_graphed_callables, or average "
-            "parameters (policy 'async', or 'cadence'), which needs no hook"
+            "a CUDA graph does not replay the backward hooks that reduce gradients, so "
+            "it must not contain a whole training step; capture the model with "
+            "torch.cuda.make_graphed_callables, or average parameters (policy 'async' "
+            "or 'cadence'), which needs no hooks"
         )

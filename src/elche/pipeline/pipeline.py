@@ -1,4 +1,4 @@
-"""`Pipeline`: a model in stages on several devices, trained as if it were on one."""
+"""`Pipeline`: a model in stages on several devices, trained as if on a single one."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ Batch = TypeVar("Batch")
 class Pipeline:
     """Trains a model cut into stages, each on the rank given by the schedule.
 
-    Gradients equal those of one process on the whole batch: the mean (or sum) over its
-    samples, or over what `weight_of` counts, whatever the microbatches' sizes; with
-    `replicas` over the union of the replicas' batches. Every rank builds only its own
-    stages: pass factories, or build the model under ``torch.device("meta")``. After
-    :meth:`step` the gradients are in ``grad``; the user creates the optimizer over
+    Gradients equal those of one process on the whole batch, for any microbatch sizes:
+    the mean (or sum) over its samples, or over the counts of `weight_of`. With
+    `replicas` the batch is the union of all replicas' batches. Every rank builds only
+    its own stages: pass factories, or build the model under ``torch.device("meta")``.
+    :meth:`step` adds gradients to ``grad``. The user makes an optimizer over
     :meth:`parameters`.
 
     Call every method that communicates (the constructor, `step`, `evaluate`,
@@ -59,14 +59,14 @@ class Pipeline:
     Args:
         model: any module (cut automatically with `sample`, or at `split_points`), an
             nn.Sequential, or a list of layers or of factories of layers.
-        loss_fn: function of one microbatch's output and target; returns a scalar. None
-            takes the ``"loss"`` in the output of a traced model with `labels` in its
-            batch, as a mean over the labels that the model does not ignore.
+        loss_fn: function from one microbatch's output and target to a scalar. None uses
+            the ``"loss"`` in the output of a traced model whose batch has `labels`: a
+            mean over the labels that the model does not ignore.
         micro_batches: number of microbatches per batch.
         schedule: a name (one of `FIXED_SCHEDULES`, or "auto"), the path of a CSV file,
             or a schedule.
         devices: name of each rank's device; None means the launcher's choice.
-        split: function that cuts a module into layers, see
+        split: function from a module to its layers, see
             `elche.pipeline.setup.building.layers_of`.
         config: further settings as one object; or pass them as options.
         **options: fields of `PipelineConfig`.
@@ -119,7 +119,7 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This rank; ranks are numbered anew when a replica is lost."""
+        """This rank's number; ranks are renumbered when a replica is lost."""
         return self._state.rank
 
     @property
@@ -139,12 +139,12 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank has the first stage, and reads the batch."""
+        """True if this rank has the first stage and reads the batch."""
         return self._parts.is_first
 
     @property
     def is_last(self) -> bool:
-        """True if this rank has the last stage, and reads the target."""
+        """True if this rank has the last stage and reads the target."""
         return self._parts.is_last
 
     @property
@@ -177,7 +177,7 @@ class Pipeline:
         return iter(self._parts.named_parameters().items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for its optimizer; one without use if it has none.
+        """This rank's parameters, for its optimizer; a dummy if it has none.
 
         Raises:
             ConfigError: torch's `clip_grad_norm_` iterates over them, which would clip
@@ -198,7 +198,7 @@ class Pipeline:
             layer.module.train(mode)
 
     def trace(self) -> list[tuple[StageAction, float, float]]:
-        """This rank's actions in the last step: begin and end by time.monotonic()."""
+        """This rank's actions in the last step: action, begin and end (monotonic)."""
         return list(self._parts.executor.trace)
 
     def step(
@@ -215,12 +215,12 @@ class Pipeline:
 
         Args:
             batch: the batch, read on the first stage's rank; at least one sample. Dense
-                tensors, and arrays for `torch.as_tensor`, with a row per sample are cut
-                along their first dimension; other values go to all microbatches (see
-                `whole` of `PipelineConfig`). Each replica reads its own batch, of any
-                size; a replica may have none.
-            target: the target, read on the last stage's rank and cut likewise; none
-                with ``loss_fn=None``.
+                tensors and arrays with a row per sample are cut along their first
+                dimension. Other values go to all microbatches (see `whole` of
+                `PipelineConfig`). Each replica reads its own batch, of any size; a
+                replica may have none.
+            target: the target, read on the last stage's rank and cut like the batch;
+                omitted with ``loss_fn=None``.
             input_gradients: whether to return the batch's gradients.
             loss_scale: factor of all gradients, for float16 (see `unscale_`). The same
                 on all ranks.
@@ -278,13 +278,13 @@ class Pipeline:
     ) -> torch.Tensor:
         """Continues sequences of tokens with a causal model; on all ranks.
 
-        Each stage caches the keys and values of earlier positions, and each new token
+        Each stage caches the keys and values of earlier positions, so each new token
         sends only one position through the stages. This works for transformers models
-        cut by `sample=`, and for layers whose forward accepts ``cache=``, a dict that
-        is empty at first and belongs to the layer. With other layers each token reruns
-        the whole sequence, and the log says so. The same happens if caches change the
-        logits, which the first three tokens check. Several sequences are cut into
-        microbatches, which keep all ranks busy.
+        cut by `sample=`, and for layers whose forward accepts ``cache=``, a dict of the
+        layer's own that is empty at first. With other layers each token reruns the
+        whole sequence, and a log line reports it. So it does if the first three tokens
+        show that caches change the logits. Several sequences are cut into microbatches,
+        which keep all ranks busy.
 
         Args:
             tokens: [sequences, length], read on the first stage's rank.
@@ -292,9 +292,9 @@ class Pipeline:
             end_token: token that ends a sequence; the rest is filled with it.
             choose: function from the last position's logits [sequences, vocabulary] to
                 tokens, called on the last stage's rank. Greedy by default.
-            batch_of: function from tokens to the model's input, if it needs more than
-                them. With a cache the model receives the last positions of tensors
-                [sequences, length, ...], but the whole `attention_mask`.
+            batch_of: function from tokens to the model's input, if the input is more
+                than tokens. With a cache the model receives the last positions of
+                tensors [sequences, length, ...], but the whole `attention_mask`.
             use_cache: whether layers may cache. The same on all ranks.
 
         Returns:
@@ -387,11 +387,11 @@ class Pipeline:
         self._state.load_model(state)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Loads this rank's part of a model from safetensors files, and reads no more.
+        """Loads this rank's part of a model from safetensors files; reads only that.
 
-        Dtypes become the model's. Only one tensor of a file is in memory at a time;
-        with a model on the meta device and ``init="load"`` no rank ever holds more than
-        its own layers.
+        Values are converted to the model's dtypes. Only one tensor of a file is in
+        memory at a time. With a model on the meta device and ``init="load"`` no rank
+        ever holds more than its own layers.
 
         Args:
             path: folder of `save_pretrained` of transformers (with one or several
@@ -430,10 +430,10 @@ class Pipeline:
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: NamedState
     ) -> None:
-        """Loads this rank's part of what `optimizer_state_dict` returned.
+        """Loads this rank's part of a result of `optimizer_state_dict`.
 
         Raises:
-            ConfigError: `state` is of another format, or the optimizer has a parameter
+            ConfigError: `state` has another format, or the optimizer has a parameter
                 that is not this rank's.
             MismatchError: `state` lacks a parameter or a group; nothing was loaded
                 here.
@@ -448,10 +448,10 @@ class Pipeline:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yields the remaining batches of an epoch, on every rank.
 
-        Like `loader` itself, but checkpoints (`elche.save`, `elche.save_every`) can be
-        made between its batches. A resumed run draws the same order and skips the
-        batches already done. Gradients must therefore not be accumulated over several
-        batches: accumulate them over several `step` of one batch.
+        Yields the batches of `loader`; between them checkpoints (`elche.save`,
+        `elche.save_every`) can be made. A resumed run draws the same order and skips
+        the batches already done. So do not accumulate gradients over several batches;
+        accumulate them over several `step` calls with one batch.
         """
         return self._state.passes.over(loader)
 

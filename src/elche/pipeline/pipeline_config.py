@@ -22,11 +22,11 @@ class PipelineConfig:
         partition: number of layers of each stage; None divides layers evenly.
         stages_per_rank: stages per rank, where the schedule allows several; None means
             its usual number.
-        replicas: number of pipelines that train the model together, each on equally
-            many consecutive ranks and with its own batches; or the ranks of each. See
-            `elche.pipeline.replicas.replicas`.
-        split_batches: whether every rank gives `step` and `evaluate` the batch and the
-            target of all replicas, which then cut them among themselves. A run under
+        replicas: number of pipelines that train the model together, each with its own
+            batches, on equally many consecutive ranks; or a list of each one's ranks.
+            See `elche.pipeline.replicas.replicas`.
+        split_batches: whether every rank passes the batch and target of all replicas to
+            `step` and `evaluate`, which split them over the replicas. A run under
             `elche run` then continues when a rank dies: the ranks of its replica end,
             and the others repeat the step.
         costs: measured costs of the stages, for schedules that depend on them. With
@@ -38,30 +38,30 @@ class PipelineConfig:
             ``{"layer2": SplitPoint.BEGINNING}``. With None, a module that is not a
             Sequential and has no `split` is cut around the members of its ModuleLists
             and Sequentials. See `elche.pipeline.cutting`.
-        weight_of: weight of a microbatch's target, if not its samples: the count that
-            the loss is a mean over, such as
-            ``lambda target: (target != -100).sum()``. With ``loss_fn=None`` a function
-            of the microbatch, whose labels are counted without it.
-        whole: names of the values that every microbatch receives as they are: keywords
-            of `step`, keys or positions of the batch, and ``"target.KEY"``. All others
-            are cut where their first dimension is the batch's. With None, the trace of
-            a cut model decides, or for layers by hand the first call; a value that may
-            have a row per sample or not is refused.
+        weight_of: function from a microbatch's target to its weight: the number of
+            elements in the loss's mean, such as
+            ``lambda target: (target != -100).sum()``. None means samples. With
+            ``loss_fn=None`` it receives the microbatch; None then counts the labels.
+        whole: names of values that every microbatch receives uncut: keywords of `step`,
+            keys or positions of the batch, and ``"target.KEY"``. All others are cut if
+            their first dimension is the batch's. With None, the trace of a cut model
+            decides, or else the first call. A value is refused if neither shows whether
+            it has a row per sample.
         memory_bytes: bytes per rank of the run for parameters, their state (as large as
             Adam's) and activations, for ``costs="measure"``; infinity for no limit.
             None means nine tenths of a CUDA device's free memory at the start, and no
-            limit on the CPU. With given costs their `memory` is the limit.
+            limit on the CPU. If costs are given, their `memory` is the limit.
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see
             `elche.pipeline.split_backward.guard`.
-        seed: seed of the initialisation of layers built here, and of dropout,
-            independent of the placement. None uses the script's torch.manual_seed,
-            which gives the same result if all ranks use the same seed; one process then
-            draws as plain torch does. With several ranks torch's generators are not
+        seed: seed of dropout and of the initialisation of layers built here; the result
+            does not depend on the placement. None uses the script's torch.manual_seed,
+            with the same result if all ranks use the same seed. A single process then
+            draws like plain torch. With several ranks torch's generators are not
             changed.
-        init: initialises a layer that was built on the meta device. None calls its
-            modules' `reset_parameters`, or transformers' own initialisation; ``"load"``
+        init: function that initialises a layer built on the meta device. None calls its
+            modules' `reset_parameters`, or transformers' own initialisation. ``"load"``
             leaves the weights to `Pipeline.load` or `load_state_dict`.
         transport: ``"auto"`` sends activations and gradients from device to device by
             NCCL if all ranks are on one host with a CUDA device each, else through host

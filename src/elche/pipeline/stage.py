@@ -16,7 +16,7 @@ from elche.devices import random_state
 from elche.torch_internals.batches import tree_leaves
 
 CACHE = "cache"
-"""Argument for a dict in which a layer caches keys and values."""
+"""Name of forward's argument for the dict in which a layer caches keys and values."""
 LayerCaches: TypeAlias = dict[tuple[int, int, int], dict[str, Any]]
 """Caches of a rank by stage, layer within the stage, and microbatch."""
 
@@ -57,7 +57,7 @@ class Layer:
     Attributes:
         name: prefix of its parameters in the model's state_dict, without the dot.
         module: the module.
-        aliases: the model's names that differ from prefix and own name.
+        aliases: names in the model that differ from prefix plus own name.
     """
 
     name: str
@@ -79,9 +79,9 @@ class Stage:
         index: index of the stage in the pipeline.
         layers: layers in order.
         unpacks: pass a tuple as positional arguments and a dict as keywords; otherwise
-            as one value, as nn.Sequential does.
-        seed: seeds dropout by (step, layer, microbatch), independent of the placement.
-            Replicas number their microbatches consecutively.
+            pass either as one value, like nn.Sequential.
+        seed: seed of dropout, combined with step, layer and microbatch; so masks do not
+            depend on the placement. Microbatches are numbered across replicas.
         first_layer: index of the first layer in the model.
         unsplit: positions of the layers whose backward is not split.
     """
@@ -114,7 +114,7 @@ class Stage:
         return only if isinstance(only, OwnBackward) else None
 
     def named_modules(self) -> dict[str, nn.Module]:
-        """The layers' modules and submodules, under the model's names."""
+        """The layers' modules and submodules under the model's names."""
         return {
             layer.prefixed(name).rstrip("."): module
             for layer in self.layers
@@ -122,7 +122,7 @@ class Stage:
         }
 
     def takes(self, keyword: str) -> bool:
-        """True if a layer may accept a keyword."""
+        """True if any layer may accept a keyword."""
         return any(takes_all or keyword in own for own, takes_all in self._keywords)
 
     @property
@@ -139,9 +139,9 @@ class Stage:
     ) -> Any:
         """Runs the layers on the output of the previous stage.
 
-        With a seed, torch's generators are restored afterwards. A user's script then
-        draws the same batches on every rank, whatever its stages. With `caches`, layers
-        that accept `cache=` receive theirs.
+        With a seed, torch's generators are restored afterwards, so that the user's
+        script draws the same batches on every rank. With `caches`, layers that accept
+        `cache=` receive their own cache.
         """
         tensors = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
         devices = {one.device for one in tensors}
@@ -187,7 +187,7 @@ def _keywords(module: nn.Module) -> tuple[frozenset[str], bool]:
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
     if type(module).__module__.startswith("transformers."):
-        named.discard(CACHE)  # since 5.24 the name of its own class of caches
+        named.discard(CACHE)  # since 5.24 transformers' name for its own caches
     # Containers forward all arguments; a compiled module hides its signature.
     takes_all = any(one.kind is one.VAR_KEYWORD for one in found)
     return frozenset(named), takes_all

@@ -1,8 +1,8 @@
 """Nested values of tensors and plain data: flattened, rebuilt, cut, joined.
 
-A stage may accept and return tensors, and tuples, lists and dicts of them with plain
-values (None, numbers, text). Structure and plain values are sent as msgpack data;
-nothing is ever unpickled.
+A stage may accept and return tensors, and tuples, lists and dicts of tensors and plain
+values (None, numbers, text). Structure and plain values are sent as msgpack; nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
-    """Converts arrays (NumPy's, say) in a nested value to tensors that share memory."""
+    """Converts arrays, such as NumPy's, to tensors that share their memory."""
     if isinstance(value, torch.Tensor):
         if is_cut and not _is_dense(value):
             raise ConfigError(
@@ -82,7 +82,7 @@ def _structure(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         parts = [_structure(one, tensors, where) for one in value.values()]
         return ["dict", list(value), parts]
     raise ConfigError(
-        f"{where} holds a {type(value).__name__}, which cannot travel between stages; "
+        f"{where} holds a {type(value).__name__}, which stages cannot send; "
         "expected tensors, None, numbers and text, in tuples, lists and dicts with "
         "text keys"
     )
@@ -109,7 +109,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def named_tensors(value: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Tensors with dimensions, each with its key or position in the outermost value."""
+    """Tensors with dimensions, by key or position in the outermost value."""
     return [
         (prefix + _name(path), one)
         for path, one in tree_flatten_with_path(value)[0]
@@ -123,7 +123,7 @@ def _name(path: Sequence[Any]) -> str:
 
 
 def batch_samples(value: Any) -> int | None:
-    """Samples of a batch: the first dimension of its first tensor with dimensions."""
+    """Number of samples of a batch: first dimension of its first nonscalar tensor."""
     return next((one.shape[0] for _, one in named_tensors(value)), None)
 
 
@@ -133,10 +133,10 @@ def split_batch(
     """Cuts a batch into microbatches.
 
     Args:
-        value: nested value; dense tensors whose first dimension is the batch are cut
-            along it, other values go to every microbatch.
+        value: nested value. Dense tensors whose first dimension is the batch are cut
+            along it; other values go to every microbatch.
         sizes: samples of each microbatch.
-        whole: names (see `named_tensors`) of values that every microbatch receives.
+        whole: names (see `named_tensors`) of values that every microbatch gets uncut.
         prefix: prefix of the names in `whole`.
     """
     total = sum(sizes)
@@ -155,7 +155,7 @@ def split_batch(
 
 
 def as_plain(value: Any) -> Any:
-    """Converts a nested value, such as a model's output, to tuples, lists and dicts."""
+    """Converts a nested value, such as a model's output, to tuples, lists, dicts."""
     if isinstance(value, (tuple, list)):
         items = [as_plain(one) for one in value]
         return items if isinstance(value, list) else tuple(items)
@@ -165,7 +165,7 @@ def as_plain(value: Any) -> Any:
 
 
 def join_batches(parts: Sequence[Any]) -> Any:
-    """Joins microbatches of the same structure, as `as_plain` returns them."""
+    """Joins microbatches of equal structure, as returned by `as_plain`."""
 
     def joined(first: Any, *others: Any) -> Any:
         if not isinstance(first, torch.Tensor):

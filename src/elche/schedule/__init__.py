@@ -5,5 +5,5 @@
 - ``costs``: times per stage and link, and memory.
 - ``codes``, ``lowering``: validity checks; sends and receives.
 - ``timing``: an event simulation of any list of actions.
-- ``schedules``: the published schedules by name; ``auto``: that of least makespan.
+- ``schedules``: published schedules by name; ``auto``: the one of least makespan.
 """

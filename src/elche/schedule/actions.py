@@ -140,5 +140,5 @@ def loop_placement(num_ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
-    """Two stages per rank, down the ranks and back up: rank 0 holds first and last."""
+    """Two stages per rank, in a V: rank 0 holds the first and the last stage."""
     return (*range(num_ranks), *reversed(range(num_ranks)))

@@ -1,4 +1,4 @@
-"""Actions as integers, for speed with 200 000 actions; completeness checks.
+"""Actions as integers, fast enough for 200 000 of them; completeness checks.
 
 A code is ``(stage * num_microbatches + microbatch) * 8 + kind``. Generators, the
 simulation and the schedulers work on codes; all other code uses `Schedule`.
@@ -48,7 +48,7 @@ def decode(
 
 
 def spread(rows: Rows, order: Sequence[int], num_ranks: int) -> Rows:
-    """Gives renumbered ranks their old numbers, `order`; other ranks get no actions."""
+    """Moves rows of renumbered ranks to their old numbers `order`; adds empty rows."""
     result: Rows = [[] for _ in range(num_ranks)]
     for row, rank in zip(rows, order, strict=True):
         result[rank] = row
@@ -98,7 +98,7 @@ _EXCLUDES = {B: I, I: B}
 
 
 def _complaint(schedule: Schedule, rank: int, one: StageAction, bits: int) -> str:
-    """Why an action cannot follow those of its stage and microbatch in `bits`."""
+    """Error text: an action cannot follow those of its stage and microbatch, `bits`."""
     if one.stage >= schedule.num_stages or one.microbatch >= schedule.num_microbatches:
         return (
             f"there are {schedule.num_stages} stages and {schedule.num_microbatches} "

@@ -24,8 +24,8 @@ class StageCost:
         input_gradient: time of I.
         weight_gradient: time of W.
         backward: time of B, the whole backward at once; None means I + W.
-        activation: units of memory held from F to B or W. I frees nothing. (In the ZB
-            paper W of a transformer layer needs 32h of 34h + 5as.)
+        activation: units of memory held from F to B or W; I frees nothing. (In the ZB
+            paper, W of a transformer layer needs 32h of the 34h + 5as in memory.)
     """
 
     forward: float
@@ -53,10 +53,10 @@ class PipelineCosts:
         stages: costs in the model's order.
         placement: the rank of each stage.
         num_ranks: number of ranks; a rank may hold no stage.
-        links: time of a message between stage s and s + 1, either way, one less than
-            stages; empty means 0. Between stages of one rank it is not used. A link has
-            no queue: messages overlap each other and all computation, as in the ZB
-            paper.
+        links: time of a message between stages s and s + 1, in either direction; one
+            entry fewer than stages, empty means 0. Unused between stages of one rank.
+            Links have no queue: messages overlap each other and computation, as in the
+            ZB paper.
         memory: units of activations that each rank may hold; empty means no limit.
     """
 
@@ -111,7 +111,7 @@ class PipelineCosts:
 
 
 def renumbered(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[int, ...]]:
-    """Renumbers the ranks in the order of their first stages; and their old numbers.
+    """Renumbers the ranks by their first stages; also returns their old numbers.
 
     Published schedules then fit any order of the devices. Ranks without a stage are
     dropped.
@@ -151,8 +151,8 @@ def equal_costs(
 ) -> PipelineCosts:
     """Costs of equal ranks, with the work divided evenly among the stages.
 
-    With v stages per rank each stage takes 1/v of the rank's times. None sets no limit
-    on the memory units of a rank.
+    With v stages per rank each stage takes 1/v of the rank's times. `memory` limits
+    each rank's units of memory; None means no limit.
     """
     share = num_ranks / len(placement) if placement else 1.0
     stage = StageCost(

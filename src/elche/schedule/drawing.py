@@ -34,10 +34,10 @@ def legend(schedule: Schedule) -> str:
 def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -> str:
     """Draws each rank's computation on one time axis.
 
-    An action is its letter and its microbatch, if they fit, then dashes up to its
-    length. Actions of a rank's second and later stages use small letters. Dots are idle
-    time. If one line of `width` characters is too narrow, the time axis is split into
-    up to `SHOWN_PARTS` parts below each other.
+    An action shows its letter and microbatch, if they fit, then dashes for the rest of
+    its time. Actions of a rank's second and later stages use small letters. Dots are
+    idle time. If one line of `width` characters is too narrow, the time axis is split
+    into up to `SHOWN_PARTS` parts below each other.
     """
     table = CostTable(costs)
     label = len(f"rank {schedule.num_ranks - 1} ")

@@ -24,9 +24,9 @@ _NOT_OURS = re.compile(
 def to_csv(schedule: Schedule) -> str:
     """Writes a schedule so that torch's ``_load_csv`` reads it.
 
-    Compute-only schedules use torch's format ``compute_only``, lowered ones its
-    ``compute_comms`` (there torch 2.15 demands waits for sends, which elche does not
-    have).
+    Compute-only schedules use torch's format ``compute_only``, lowered ones
+    ``compute_comms``. In the latter torch 2.15 requires waits for sends, which elche
+    lacks.
     """
     out = io.StringIO(newline="")
     csv.writer(out).writerows(map(str, row) for row in schedule.actions)
@@ -36,8 +36,8 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Reads a CSV of actions, torch's files included.
 
-    Drops idle steps and unrolls ``OVERLAP_F_B`` in its order. Also drops actions that
-    elche has not: of FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``,
+    Drops idle steps and unrolls ``OVERLAP_F_B`` in its order. Also drops actions
+    unknown to elche: those of FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``,
     ``WAIT_REDUCE_GRAD``) and waits for sends (``WAIT_SEND_F``, ``WAIT_SEND_B``). Checks
     only the form; ``codes.check_schedule`` checks the content.
 

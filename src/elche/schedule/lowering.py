@@ -1,10 +1,10 @@
 """Sends and receives for a schedule, and the proof that it cannot deadlock.
 
 Each message between two ranks gets a send right after the computation that makes it.
-Its receive is placed on the other rank at the same moment of a simulated run, so before
-the computation that this rank then runs: posted early, waited for where it is needed
-(as torch's ``_add_send_recv`` does). Both ranks of a pair list their messages in the
-same order, which transports without tags need.
+Its receive is placed at the same simulated time on the other rank, before the next
+computation there: it is posted early, and waited for where it is needed (as torch's
+``_add_send_recv`` does). Both ranks of a pair list their messages in the same order, as
+transports without tags require.
 
 The proof assumes the strictest transport: a send ends only when the other rank has
 reached the matching receive, and a receive ends only with its send. A schedule that
@@ -73,8 +73,8 @@ def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:
 def check_deadlock_free(schedule: Schedule) -> None:
     """Proves that a lowered schedule completes on every transport.
 
-    Its actions form a graph, with each send and its receive as one node, which waits
-    for the actions before both. The schedule completes if the graph has no cycle.
+    In the graph of actions each send and its receive are one node, which depends on the
+    actions before both. The schedule completes if the graph has no cycle.
 
     Raises:
         ConfigError: messages are missing, or ranks deadlock; the message lists the
@@ -109,10 +109,10 @@ def check_deadlock_free(schedule: Schedule) -> None:
 def _in_order(
     schedule: Schedule, starts: list[list[float]], bursts: list[tuple[int, int]]
 ) -> list[tuple[int, StageAction]]:
-    """Every action with its rank, by start time, after its dependencies.
+    """Every action with its rank, sorted by start time; dependencies come first.
 
-    A dependency never starts after its action. If both start together (actions without
-    duration) the order of the simulation decides, which the stable sort keeps.
+    A dependency never starts after its action. If both start together (zero duration),
+    the stable sort keeps the simulation's order.
     """
     rows = [
         zip(*pair, strict=True) for pair in zip(starts, schedule.actions, strict=True)
@@ -145,7 +145,7 @@ def _message_after(
 
 
 def _sends(schedule: Schedule) -> dict[StageAction, StageAction]:
-    """The send of each receive."""
+    """Maps each receive to its send."""
     actions = list(chain.from_iterable(schedule.actions))
     found = (_message_after(one, schedule.placement) for one in actions)
     send_of = {receive: send for send, receive in filter(None, found)}

@@ -2,9 +2,9 @@
 
 A rank runs its actions in order, each as soon as the rank is free and its inputs have
 arrived. A message leaves at the end of its computation (in a lowered schedule: at its
-send) and arrives after the link's time; it occupies neither rank.
+send) and arrives after the link's time. It keeps neither rank busy.
 
-Two bubble rates, each one minus the busiest rank's work over a time:
+There are two bubble rates. Each is 1 - (work of the busiest rank) / (a time):
 
 - ``bubble_makespan`` takes the time until the last rank ends: the cost of a step that
   ends in a synchronisation (gradient-norm clipping, an all-rank barrier).
@@ -28,7 +28,7 @@ class Timing:
     """Times of a step, in the unit of the costs.
 
     Attributes:
-        makespan: time from the first action of any rank to the last end.
+        makespan: time from the first start of an action to the last end.
         spans: time from each rank's first action to the end of its last.
         busy: time that each rank computes.
         peak_activations: peak activation memory of each rank, in the units of
@@ -139,12 +139,12 @@ def run_rows(
         table: the costs.
         count: number of microbatches.
         is_lowered: messages leave at the sends in `rows`, else with the computation.
-        bursts: receives the order of the simulation, which respects all dependencies:
+        bursts: output, the order of the simulation, which respects all dependencies:
             pairs of a rank and its number of consecutive actions.
     """
     durations, links, rank_of = table.durations, table.links, table.rank_of
     last = table.num_stages - 1
-    # Whether a stage's results reach the next stage without a send, and back.
+    # True where a stage and the next one exchange results without sends.
     direct = [not is_lowered or rank_of[s] == rank_of[s + 1] for s in range(last)]
     forward_at = [0.0] * count + [-1.0] * (last * count)
     backward_at = [-1.0] * (last * count) + [0.0] * count

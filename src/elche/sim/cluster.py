@@ -31,18 +31,18 @@ class Device:
     """A kind of device, with one rank per device.
 
     Attributes:
-        seconds_per_sample: compute time per sample; or give ``curve``.
+        seconds_per_sample: compute time per sample, unless ``curve`` is given.
         count: number of devices.
         seconds_per_batch: fixed time of a batch.
-        curve: instead of both, measured (samples, seconds) of batches: linear between
-            two points; the last segment continues beyond the last point.
+        curve: measured (samples, seconds) of batches, in place of a time per sample and
+            per batch. Linear between points; the last segment is extrapolated.
         jitter: coefficient of variation of a batch's time (log-normal).
         drift: changes of speed.
         spike_probability: fraction of batches that take longer.
         spike_factor: factor on the time of these batches.
         load_seconds_per_sample: loading time; overlaps with compute if prefetched.
         prefetch: number of batches that the loader loads ahead.
-        first_batch_s: extra time of the very first batch (compilation).
+        first_batch_s: extra time of a rank's first batch (compilation).
         copy_bytes_per_s: speed of copying parameters (overlapped averaging).
         name: name in the report.
     """
@@ -106,8 +106,8 @@ class Device:
     def compute_s(self, samples: int) -> float:
         """Returns the compute time (s) of a batch, before drifts, jitter and spikes.
 
-        Before a curve's first point its first segment continues, but never below
-        proportional time.
+        Below a curve's first point its first segment is extrapolated, but not below the
+        time proportional to that point.
         """
         if self.seconds_per_sample is not None:
             return self.seconds_per_batch + self.seconds_per_sample * samples
@@ -133,8 +133,8 @@ class Link:
         bytes_per_s: nominal bandwidth of each rank's connection.
         efficiency: fraction of the bandwidth that payload reaches; 1.0 if
             ``bytes_per_s`` was measured with payload.
-        spread_s: most extra time of a control message, drawn for each message;
-            messages of one channel keep their order.
+        spread_s: largest extra time of a control message, drawn for each message.
+            Messages of one channel keep their order.
     """
 
     latency_s: float = 0.0005
@@ -151,7 +151,7 @@ class Link:
         return num_bytes / (self.efficiency * self.bytes_per_s)
 
     def reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Returns the time (s) of an all-reduce: a ring's bytes, a tree's latencies.
+        """Returns the time (s) of an all-reduce, with a ring's bytes, a tree's latency.
 
         ``2 * latency * ceil(log2 W) + 2 * (W - 1) / W * bytes / (efficiency *
         bandwidth)``: the bytes of bandwidth-optimal algorithms, with the latency of
@@ -189,7 +189,7 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Change of the membership; exactly one kind.
+    """Change of the membership; exactly one kind is set.
 
     Attributes:
         at_s: time of the fault.
@@ -216,7 +216,7 @@ class Fault:
 
     @property
     def rank(self) -> int | None:
-        """Rank that the fault is for; None for a new rank."""
+        """Rank that the fault affects; None for a new rank."""
         ranks = self.kill_rank, self.fail_rank, self.hang_rank
         return next((rank for rank in ranks if rank is not None), None)
 
@@ -246,12 +246,12 @@ class SimulatedRun:
         start_spread_s: largest delay of a rank's start, drawn for each rank.
         pause_s: largest pause of a rank between epochs, drawn for each pause.
         until_s: time at which the simulation stops, even with work left.
-        min_share_samples: least samples of a share that is not empty, under ``sync``.
+        min_share_samples: least samples of a nonempty share, under ``sync``.
         runs: number of consecutive runs by the same processes.
         batch_sizes: batch sizes of an epoch as runs of (samples, batches), instead of
             ``samples`` and ``batch_size``.
-        bad_batches: global batches of each epoch with gradients that are not finite
-            (under windows).
+        bad_batches: global batches of each epoch whose gradients are not finite (only
+            in windows).
     """
 
     samples: int = 0

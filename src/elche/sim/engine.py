@@ -39,10 +39,10 @@ class Receive:
 class Collective:
     """Collective operation of all members of a group.
 
-    It ends ``cost_s`` after the last arrival, or earlier if parts could be sent before:
-    an arrival includes the time at which its first part was ready. Ranks receive the
-    result one after the other. If a member dies, members without the result get a
-    failure. So does a rank that is notified of a death while it waits.
+    It ends ``cost_s`` after the last arrival, or earlier if ranks could send parts
+    before: each rank passes the time at which its first part was ready. Ranks receive
+    the result one after the other. If a member dies, the operation fails on members
+    without the result, and on ranks that are notified of a death while they wait.
 
     Args:
         members: ranks that take part.
@@ -161,7 +161,7 @@ class Engine:
         self.at(self.now_s + after_s, self._wake, process, process.turn, None)
 
     def travel(self, way: str, rank: int, act: Callable[..., None], *args: Any) -> None:
-        """Calls ``act`` when a message has arrived; a channel keeps its order."""
+        """Calls ``act`` when a message arrives; each channel's messages keep order."""
         link = self.link
         at_s = self.now_s + link.latency_s
         if link.spread_s:
@@ -190,9 +190,9 @@ class Engine:
         new: Callable[[], Collective],
         ready_s: float | None = None,
     ) -> Collective:
-        """Adds a rank to a collective; yield the result to wait for its end.
+        """Adds a rank to a collective; the process yields it to wait for its end.
 
-        The rank's first part has been ready since ``ready_s``; None is now.
+        ``ready_s`` is the time at which the rank's first part was ready; None is now.
         """
         collective = self.collectives.get(key)
         if collective is None:
@@ -232,7 +232,7 @@ class Engine:
         process = self.processes[rank]
         waits = process.is_alive and process.wait is collective
         if waits and rank not in collective.done_s:
-            process.turn += 1  # voids its scheduled wake-up with a result
+            process.turn += 1  # cancels its scheduled wake-up with a result
             at_s = self.now_s + self.link.latency_s
             self.at(at_s, self._wake, process, process.turn, False)
 
@@ -255,7 +255,7 @@ class Engine:
             del self.collectives[key]
 
     def _wake(self, process: SimulatedProcess, turn: int, value: object) -> None:
-        """Resumes a process, unless it was resumed since this was scheduled."""
+        """Resumes a process, unless it was resumed since this call was scheduled."""
         if process.turn != turn or not process.is_alive or process.is_hung:
             return
         process.wait = None

@@ -98,7 +98,7 @@ class Recovery:
         rank: rank that died or joined.
         at_s: time of the change.
         ranks: ranks that were alive then.
-        recovered_s: by rank, the time since which it trains again.
+        recovered_s: by rank, the time at which it trained again.
     """
 
     rank: int
@@ -169,7 +169,7 @@ class History:
         return Phase(policy, now_s, self.samples, self.windows, done)
 
     def count(self, key: Key, num_samples: int, parts: Iterable[Range]) -> None:
-        """Counts an epoch's positions once, even if they were trained repeatedly."""
+        """Counts trained positions of an epoch, each once even if it was repeated."""
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = bytearray(num_samples)

@@ -44,7 +44,7 @@ LEFT_BEHIND = (GrantBatches, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
 ALL_DEAD = "all ranks with the run's state have died"
 CANNOT_GO_ON = "ranks died where the others cannot recover"
-"""Error messages of a rank, as in a real run."""
+"""Error message of a rank, as in a real run."""
 FORWARD_PART = 1.0 / 3.0
 """Fraction of a batch's time that its forward pass takes."""
 PROBES = 3
@@ -95,7 +95,7 @@ class World(ABC):
         names = [device.name for device in cluster.ranks]
         is_host = cluster.run.config.transport.kind == "gloo"
         is_host = is_host or any(name.startswith("CPU") for name in names)
-        self.backend = "" if is_host else "NCCL"  # real ranks try theirs
+        self.backend = "" if is_host else "NCCL"  # real ranks probe their backend
         self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Rank:
         sim: the simulation.
         rank: rank number.
         device: device that it trains on.
-        epoch_of: returns the script of an epoch, or a part of it, for its policy.
+        epoch_of: returns the script of an epoch, or of a part of it, by its policy.
         is_new: True if it joins a running run.
 
     Attributes:
@@ -239,7 +239,7 @@ class Rank:
             handle(instruction)
 
     def compute_s(self, samples: int) -> tuple[float, bool]:
-        """Draws a batch's time, and whether it may be timed."""
+        """Draws a batch's time (s); returns it and whether it may be measured."""
         device, now_s = self.device, self.now_s
         while self._drifts and self._drifts[0].at_s <= now_s:
             self._factor = self._drifts.pop(0).factor
@@ -324,7 +324,7 @@ class Rank:
             shared: this rank's value for the other members.
 
         Returns:
-            Each rank's value; None: a rank has died, and another group is formed.
+            Each rank's value; None if a rank has died and another group is formed.
         """
         began_s = self.now_s
         self.changed.update(regroup.left, regroup.joined)
@@ -347,7 +347,7 @@ class Rank:
         return found
 
     def report_regrouped(self, reduced: int, lost: Runs = ()) -> None:
-        """Reports that the new group is formed, with its settled result."""
+        """Reports that the new group is formed, with the last reduction it settled."""
         self.sim.send(
             Regrouped(
                 rank=self.rank,
@@ -379,7 +379,7 @@ class Rank:
         return has_come
 
     def fail(self, error: str) -> NoReturn:
-        """Ends like a loop that raises, unless the run has ended before.
+        """Ends this rank like a loop that raises, unless the run has already ended.
 
         Raises:
             AbortedError: always.

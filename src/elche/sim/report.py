@@ -1,8 +1,8 @@
 """Report of a simulation: efficiency, waits, staleness, recovery, load. Pure.
 
-A simulation does not train. The value of samples comes from the convergence table
-(`elche.cadence.convergence`), for the windows and lags that occurred. Times are
-measured, and include start-up, measuring, switching and drains.
+A simulation does not train: the convergence table (`elche.cadence.convergence`) gives
+the value of samples, for the windows and lags that occurred. Virtual times are
+measured, and include start-up, probes, switches of policy and drains.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PhaseReport:
         ranks: number of ranks that trained them.
         windows: number of synchronisations.
         window_batches: local batches of all ranks in a mean window.
-        lag_batches: mean batches of the fastest rank until an average was adopted.
-        sample_efficiency: sample efficiency by the convergence table.
+        lag_batches: mean number of the fastest rank's batches before an adoption.
+        sample_efficiency: sample efficiency from the convergence table.
     """
 
     policy: str
@@ -68,21 +68,21 @@ class Report:
         seconds: virtual time from the start of the first rank to the end of the last.
         samples: number of samples trained; repeated ones after a loss count once.
         samples_per_s: samples per second.
-        efficiency: samples per second over the sum of what each device delivers alone,
-            on the same batches, while it lived; start-up and drain included.
-        sample_efficiency: samples that one device would need over the trained samples,
-            by the convergence table (`PhaseReport`).
+        efficiency: samples per second over the devices' summed speeds, each alone on
+            the same batches while it was alive; start-up and drain included.
+        sample_efficiency: samples that one device would need, divided by the trained
+            samples; from the convergence table (`PhaseReport`).
         goodput: learning speed relative to the fastest device alone; start-up and
             drain included.
         phases: parts of the run, by policy.
         choices: choices of ``auto``.
         waits: fraction of all ranks' time spent waiting, by cause.
-        sync_overhead: fraction of all ranks' time that synchronising costs: waiting for
+        sync_overhead: fraction of all ranks' time spent on synchronisation: waits for
             window ends, reductions and copies.
         windows: number of synchronisations.
-        lag_batches: mean and most batches of the next window run before the last
-            window's average was adopted (overlapped only): the staleness of averages.
-        lag_s: mean and longest time from a window's end to that adoption.
+        lag_batches: staleness of averages (overlapped only): mean and most batches of
+            the next window before the last window's average was adopted.
+        lag_s: mean and longest time from a window's end to the adoption of its average.
         recovery_s: by membership change, the time until all surviving ranks trained
             again; None if they did not.
         messages_per_s: events and instructions per second at the coordinator.

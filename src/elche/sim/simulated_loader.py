@@ -17,7 +17,7 @@ class Loaded:
         number: number of the batch or step.
         samples: number of samples to load.
         counted: number of these samples that count as this rank's.
-        parts: positions of those in the epoch.
+        parts: positions of the counted samples in the epoch.
         ready_s: time at which it is loaded.
         load_s: loading time (s).
         was_late: whether the loader was idle until its lease arrived.

@@ -161,7 +161,7 @@ class Simulation(World):
                 )
 
     def is_rejected(self, rank: int) -> bool:
-        """True if a rank waited to join until the run was over."""
+        """True if a rank was still waiting to join when the run ended."""
         sums = self.history.ranks[rank]
         return (
             rank >= self.cluster.world_size

@@ -2,8 +2,8 @@
 
 A step's forward pass takes a third of its time, its backward pass the rest. Gradients
 appear during backward, bucket by bucket, and are reduced as soon as all ranks have
-them. So a step ends with a reduction that begins in the last rank's backward pass,
-and not before the last rank's last bucket is reduced.
+them. So a step's reduction begins in the last rank's backward pass, and the step ends
+when that rank's last bucket is reduced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Computed:
 
     Attributes:
         item: the step.
-        ready_s: time when its first gradients, or the group to reduce them, were ready.
+        ready_s: time when its first gradients, or a new group for them, were ready.
         ended_s: time when all its gradients were ready.
         cost: cost so far.
     """
@@ -111,7 +111,7 @@ class SimulatedSyncEpoch:
 
     @property
     def _is_over(self) -> bool:
-        """True if no more steps are run, since ranks have died."""
+        """True if this rank runs no more steps of the epoch because of deaths."""
         return self._rank.reduced + 1 > self._lost.last
 
     def _leave(self, cost: BatchCost) -> Script:
@@ -166,12 +166,12 @@ class SimulatedSyncEpoch:
         self._current = _Computed(item, rank.gradients_s, rank.now_s, cost)
 
     def _report_in_backward(self) -> None:
-        """Reports under a backward pass, and handles received instructions."""
+        """Sends the pending report during backward; handles received instructions."""
         self._report()
         self._rank.take_all(self._handle)
 
     def _reduce(self, step: _Computed) -> Script:
-        """Reduces the current step, which stays current if a rank dies before."""
+        """Reduces the current step; if a rank dies first, the step stays current."""
         rank, began_s = self._rank, self._rank.now_s
         collective = self._arrive(step.item, step.ready_s)
         if not (yield collective):
@@ -242,7 +242,7 @@ class SimulatedSyncEpoch:
                     books.take_steps(rank.rank, source)
                 self._took(self._current)
         if self._current is not None:
-            self._current.ready_s = rank.now_s  # all of it is sent again
+            self._current.ready_s = rank.now_s  # all gradients are sent again
         return True
 
     def _join_others(self) -> Script:
@@ -266,7 +266,7 @@ class SimulatedSyncEpoch:
         return self._sim.groups[self._rank.generation] - self._rank.excluded
 
     def _copy_model(self, adopt: Adopt) -> Script:
-        """Copies the model of the rank with most steps; all ranks do so."""
+        """Copies the model of the rank with the most steps; all ranks call this."""
         rank, began_s = self._rank, self._rank.now_s
         self._adopt = None
         number = self._epoch, adopt.window

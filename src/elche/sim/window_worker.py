@@ -1,7 +1,7 @@
 """An epoch of windows on a simulated rank: executes `WindowLoop`'s actions.
 
-It does in virtual time what `elche.runtime.epochs.window_epoch` does with a loader, a
-device and collectives. The decision code is the same. Pure.
+The counterpart in virtual time of `elche.runtime.epochs.window_epoch`, which has a
+loader, a device and collectives. The decision code is the same. Pure.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class SimulatedWindowEpoch:
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
     def _has_ended(self) -> bool:
-        """True if the wait turned out to be for the window's end."""
+        """True if the coordinator has ended the window, so that the wait is over."""
         inbox = self._engine.processes[self._rank.rank].inbox
         return any(isinstance(item, CloseWindow) for item in inbox)
 
@@ -186,7 +186,7 @@ class SimulatedWindowEpoch:
         return collective
 
     def _reduce(self, plan: Reduce, collective: Collective) -> Script:
-        """Adopts a reduction's result, waiting for it if necessary."""
+        """Waits for a reduction's result and adopts it."""
         rank, began_s = self._rank, self._rank.now_s
         is_done = collective.done_s.get(rank.rank, float("inf")) <= began_s
         if not is_done:

@@ -33,7 +33,7 @@ def native_group(
 
 
 def registered_backend(name: str) -> Callable[..., Any] | None:
-    """Makes a group of an extension's backend; None without one of the plain API."""
+    """Constructor of an extension's groups; None without a backend of the plain API."""
     plugin: Any = dist.Backend._plugins.get(name.upper())
     return None if plugin is None or plugin.extended_api else plugin.creator_fn
 
@@ -79,10 +79,10 @@ COMM_HOOKS = "_comm_hooks"
 """DDP attribute with the registered hooks; cleared in a copy."""
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Module attribute with the names of tensors that DDP ignores; elche's wrapper too."""
+"""Module attribute with names of tensors that DDP and elche's wrapper ignore."""
 
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 """Attribute of a parameter with an optimizer in backward, which elche refuses."""
 
 COMPILED_MODULE = "_orig_mod"
-"""Attribute of a compiled module with the original; a prefix in state dicts."""
+"""Attribute of a compiled module that holds the original; a prefix in state dicts."""

@@ -18,7 +18,7 @@ Hooks = MutableMapping[int, Callable[..., Any]]
 def hooks_seen_by(register: Callable[[Callable[..., Any]], Any]) -> Hooks:
     """Returns the dict of hooks that `register` adds to.
 
-    Registers and removes a dummy hook: some microseconds, by public API only.
+    Registers and removes a dummy hook through public API; takes a few microseconds.
     """
     handle = register(lambda *_: None)
     hooks: Hooks = handle.hooks_dict_ref()

@@ -24,7 +24,7 @@ def bind(name: str, used_for: str) -> Any:
     except (AttributeError, ImportError):
         INTERNALS[name] = False
     logger.warning(
-        "torch %s has no %s, which %s: that is refused",
+        "torch %s has no %s, which %s: this feature raises an error",
         torch.__version__,
         name,
         used_for,

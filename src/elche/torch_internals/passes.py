@@ -42,7 +42,7 @@ def mean_of_targets(node: Any) -> tuple[bool, int] | None:
         return None
     try:
         has_weights = node._saved_weight is not None
-    except RuntimeError:  # freed, so there were some
+    except RuntimeError:  # the saved weights were freed, so there were some
         has_weights = True
     return has_weights, ignored - (1 << 64) if ignored >> 63 else ignored
 
@@ -84,7 +84,7 @@ _PROJECTIONS = {
 def attention_with(linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """Returns `nn.MultiheadAttention.forward` with `F.linear` replaced.
 
-    Everything else, masks and kernels, is the installed torch's code.
+    All other code, with its masks and kernels, is the installed torch's.
     """
     inside = {name: _copied(f, linear=linear) for name, f in _PROJECTIONS.items()}
     attend = _copied(F.multi_head_attention_forward, linear=linear, **inside)
@@ -113,9 +113,9 @@ def is_compiled(module: nn.Module) -> bool:
 def mark_dynamic(tensor: torch.Tensor) -> None:
     """Marks a tensor's first dimension as dynamic for Dynamo, if it is imported.
 
-    Dynamo then compiles for any size at once, not first for the size it sees. A mark
-    that it cannot honor is ignored. If torch has dropped the function, Dynamo compiles
-    once more when the size first changes.
+    Dynamo then compiles for all sizes at once, not for the first size alone. It ignores
+    a mark that it cannot honor. If torch has dropped the function, Dynamo compiles once
+    more when the size first changes.
     """
     dynamo = sys.modules.get("torch._dynamo")
     mark = getattr(dynamo, "maybe_mark_dynamic", None)

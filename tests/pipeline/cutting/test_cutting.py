@@ -236,7 +236,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     ),
     "an object": (
         lambda model, x: model.taking(x, object()),
-        r"inner.taking \(TakesObjects\) is given a object, which cannot travel",
+        r"inner.taking \(TakesObjects\) is given a object, which layers cannot",
     ),
 }
 

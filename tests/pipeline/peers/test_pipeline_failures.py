@@ -31,7 +31,7 @@ def test_bad_batches_are_told_everywhere(
     ("kind", "own", "where", "all_told"),
     [
         ("raises", "ValueError", 2, "a layer's own trouble"),
-        ("object", "ConfigError", 2, "stage 2 holds a object, which cannot travel"),
+        ("object", "ConfigError", 2, "stage 2 holds a object, which stages cannot"),
         ("no tensor", "ConfigError", 2, "the output of stage 2 holds no tensor"),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_death_in_a_call_that_is_not_repeated() -> None:
     outcomes, _ = run_fenced(4, dying, deaths)
     for one in outcomes[:2]:
         assert one.error is not None
-        assert re.search(r"ranks \[2, 3\] are gone during a call", one.error.text)
+        assert re.search(r"ranks \[2, 3\] were lost during a call", one.error.text)
 
 
 def test_two_deaths_until_one_rank_is_left() -> None:

@@ -403,7 +403,7 @@ def test_a_loss_that_learns_is_refused_and_a_frozen_one_is_not() -> None:
         def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(self.body(output), target)
 
-    with pytest.raises(ConfigError, match=r"loss_fn has parameters that learn \(body"):
+    with pytest.raises(ConfigError, match=r"loss_fn has trainable parameters \(body"):
         Pipeline([nn.Linear(6, 3)], Loss(), micro_batches=3)
     loss.requires_grad_(False)
     Pipeline([nn.Linear(6, 3)], Loss(), micro_batches=3).step(*DATA)

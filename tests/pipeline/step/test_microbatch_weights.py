@@ -58,7 +58,7 @@ def test_masks_between_positions_are_not_cut(ranks2: RankPool, how: str) -> None
 @pytest.mark.distributed
 def test_replicas_split_what_every_rank_gives(ranks2: RankPool) -> None:
     found = ranks2.run(split_calls, case_setup=serve_in_thread)
-    assert "another batch was given to rank 1 than to rank 0" in found[0].pop()
+    assert "rank 1 and rank 0 were given different batches" in found[0].pop()
     for uneven, lacking in found:
         assert "the batch has 8 samples, but the target 4" in uneven
         assert "needs the batch of all replicas on every rank" in lacking

@@ -1,1 +1,1 @@
-"""Checkpoints of pipelines: each rank its own stages, resumed under any partition."""
+"""Checkpoints of pipelines: each rank saves its stages; any partition can resume."""

@@ -1,8 +1,8 @@
 """Optimizers over a pipeline's parameters: agreement of ranks, and state by name.
 
-Groups correspond between ranks by their ``name``, if all groups of an optimizer have
-one, else by position. All ranks must have the same groups with the same settings, empty
-ones included. The state loads under any partition, schedule and number of ranks.
+Parameter groups of different ranks match by ``name`` if all groups of an optimizer have
+one, else by position. All ranks must have the same groups with the same settings,
+including empty ones. The state loads under any partition, schedule and number of ranks.
 
 The format is torch's, with names in place of numbers::
 
@@ -24,7 +24,7 @@ from elche.pipeline.trees import map_tensors
 SHOWN = 3
 NamedState = dict[str, Any]
 Names = Mapping[int, Sequence[str]]
-"""All names of each of this rank's parameters, by id, in one order on all ranks."""
+"""All names of this rank's parameters, by id, in the same order on all ranks."""
 
 
 GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -32,7 +32,7 @@ NOT_SETTINGS = ("params", "param_names")
 
 
 class Placeholder(nn.Parameter):
-    """Parameter of a rank without any, since optimizers refuse an empty list."""
+    """Dummy parameter for a rank without any: optimizers refuse an empty list."""
 
 
 def only_optimizer(given: Any) -> torch.optim.Optimizer:
@@ -40,7 +40,7 @@ def only_optimizer(given: Any) -> torch.optim.Optimizer:
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
             "expected one torch optimizer over this rank's parameters, got "
-            f"{type(given).__name__}; of several, call this for each"
+            f"{type(given).__name__}; call this once per optimizer"
         )
     return as_optimizers(given)[0]
 

@@ -1,7 +1,7 @@
-"""Contents of a pipeline's checkpoint: each rank's part, and the shared rest.
+"""Contents of a pipeline's checkpoint: each rank's part, and the shared state.
 
-Every rank writes its own layers and their optimizer state, by the model's names. A
-resuming rank reads only the entries of its layers from all parts.
+Every rank writes its own layers and their optimizer state under the model's names. A
+resuming rank reads only the entries of its own layers, from all parts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PipelineContents:
 
     Attributes:
         pipe: the pipeline's state.
-        registered: objects registered by the user, by name; optimizers among them.
+        registered: objects registered by the user, by name, including optimizers.
     """
 
     pipe: PipelineState
@@ -49,7 +49,7 @@ class PipelineContents:
 
     @property
     def others(self) -> dict[str, Any]:
-        """Registered objects that are no optimizers, by name."""
+        """Registered objects other than optimizers, by name."""
         known = self.registered.items()
         return {n: one for n, one in known if not isinstance(one, Optimizer)}
 

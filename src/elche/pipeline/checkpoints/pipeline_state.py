@@ -32,7 +32,7 @@ from elche.runtime.report.notifications import RunNotifications
 
 @final
 class PipelineState:
-    """State of one rank of an open pipeline, to save and load.
+    """State of an open pipeline on one rank, for saving and loading.
 
     Args:
         stepping: this rank's layers and step counter.
@@ -92,12 +92,12 @@ class PipelineState:
             end(has_failed)
 
     def _close_at_exit(self) -> None:
-        self.close(has_failed=hasattr(sys, "last_value"))  # of an uncaught exception
+        self.close(has_failed=hasattr(sys, "last_value"))  # an uncaught exception
 
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
-        """All names in the model of each of this rank's parameters, by id.
+        """All of the model's names for each of this rank's parameters, by id.
 
-        In the same order on all ranks, so that the first name identifies a shared
+        The order is the same on all ranks, so that the first name identifies a shared
         parameter.
         """
         layers = self.stepping.parts.given.layers
@@ -112,12 +112,12 @@ class PipelineState:
         return found
 
     def average_buffers(self) -> None:
-        """Averages buffers that replicas changed; must be called on all ranks."""
+        """Averages buffers changed by replicas; must be called on all ranks."""
         replicas = self.stepping.replicas
         replicas.average_buffers(self.communicator, self.timeout_s)
 
     def local_model(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this rank under all the model's names."""
+        """This rank's parameters and buffers under all of their names in the model."""
         names = self.stepping.parts.given.layers.state_names
         return {
             known: value
@@ -145,7 +145,7 @@ class PipelineState:
         names: dict[int, list[str]] = {}
         for name, value in mine.items():
             names.setdefault(id(value), []).append(name)
-        # A tied tensor has several names, of which files may have only one.
+        # A tied tensor has several names; files may have only one of them.
         given = [[n for n in known if n in state] or known for known in names.values()]
         faults = {
             f"has no %s, which rank {self.rank} needs": [
@@ -177,7 +177,7 @@ class PipelineState:
             each: [name for name in known if name in state][-1:]
             for known in self.parameter_names().values()
             for each in known
-        }  # the same of a shared parameter on all ranks, and as torch loads it
+        }  # as torch loads it; the same on all ranks of a shared parameter
         with torch.no_grad():
             for name, *_ in given:
                 mine[name].copy_(state[last.get(name, [name])[0]])
@@ -200,7 +200,7 @@ class PipelineState:
         return join_states(parts) if parts else {}
 
     def _agree(self, what: str, rank: int | None, make: Callable[[], Any]) -> list[Any]:
-        """Gathers values from all ranks, which must want the state on the same rank."""
+        """Gathers values from all ranks, which must pass the same destination rank."""
         if self.communicator.peers is None:
             return [make()]
         reports = self.communicator.agree(lambda: [rank, make()], what)
@@ -210,7 +210,7 @@ class PipelineState:
         return [one for _, one in reports]
 
     def _gather(self, mine: dict[str, Any], rank: int | None) -> list[dict[str, Any]]:
-        """Gathers the parts of this rank's replica on the CPU of one rank or of all."""
+        """Gathers the replica's parts in CPU memory, on one rank or on all."""
         tensors, structure = flatten(mine, "the state")
         copied = [one.detach().to("cpu", copy=True) for one in tensors]
         peers = self.communicator.peers
@@ -235,12 +235,12 @@ class PipelineState:
 
     @property
     def is_in_epoch(self) -> bool:
-        """True if an epoch of `elche.epochs` has begun and is not known to be over."""
+        """True if an epoch of `elche.epochs` has begun and its end is not known."""
         counts_epochs = self.passes.pauses.counts_epochs
         return self.passes.is_open or (counts_epochs and self.passes.steps_outside > 0)
 
     def check_cut(self) -> None:
-        """Rejects a checkpoint inside an epoch whose remaining batches are unknown."""
+        """Rejects a checkpoint in an epoch whose remaining batches are unknown."""
         if not self.passes.is_open:
             raise ConfigError(
                 "elche.save() inside this loop cannot record the rest of the epoch: "
@@ -249,7 +249,7 @@ class PipelineState:
             )
 
     def agree(self, make: Callable[[], str], what: str) -> str:
-        """Broadcasts rank 0's text; all ranks call it between epochs or at a cut."""
+        """Broadcasts rank 0's text. All ranks call this between epochs or at a cut."""
         reports = self.communicator.agree(lambda: "" if self.rank else make(), what)
         self.passes.steps_outside = 0
         return str(reports[0])
@@ -265,7 +265,7 @@ class PipelineState:
             self.communicator.peers.report_saved(text)
 
     def described(self) -> dict[str, Any]:
-        """Progress for a checkpoint's manifest."""
+        """Progress of the run, for a checkpoint's manifest."""
         return {"kind": "pipeline", "steps": self.stepping.steps}
 
     def resume(self, state: Mapping[str, Any], epochs: Mapping[str, Any]) -> None:
@@ -277,7 +277,7 @@ _open: list[weakref.ref[PipelineState]] = []
 
 
 def _form(value: Any) -> str:
-    """Form of a value, its type or shape; only values of one form can be copied."""
+    """Type or shape of a value; values can be copied only if these agree."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{list(value.shape)}{' on meta' if value.is_meta else ''}"

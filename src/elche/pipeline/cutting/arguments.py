@@ -41,9 +41,9 @@ class Arguments:
         owners: name of the argument that each tensor belongs to.
         first: name of the argument with the sample's first tensor, whose first
             dimension is the batch's.
-        is_cut: whether an argument's tensors have a row per sample, by its name and by
-            its position; known after the trace.
-        unsure: those of which it is unknown, see `learn`.
+        is_cut: whether an argument's tensors have a row per sample, by the argument's
+            name and by its position; known after the trace.
+        unsure: arguments for which that is unknown, see `learn`.
     """
 
     signature: inspect.Signature
@@ -66,7 +66,7 @@ class Arguments:
         device: torch.device,
         omitted: Collection[str] = (),
     ) -> Arguments:
-        """Reads a sample as the batch of a step is read.
+        """Reads a sample as a step reads its batch.
 
         Args:
             model: model whose forward receives the sample: a tuple as positional
@@ -101,12 +101,12 @@ class Arguments:
         return made
 
     def filled(self, tensors: Iterable[Any]) -> dict[str, Any]:
-        """Returns the traced arguments with other tensors."""
+        """Returns the traced arguments, with their tensors replaced."""
         left = iter(tensors)
         return {name: unflatten(one, left) for name, one in self.structures.items()}
 
     def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
-        """The sample's tensor arguments that a batch leaves out, or has as None."""
+        """The sample's tensor arguments that are missing or None in a batch."""
         given = self.of_batch(batch, keywords)
         return [name for name in dict.fromkeys(self.owners) if given.get(name) is None]
 
@@ -117,19 +117,19 @@ class Arguments:
         guards: Sequence[Any],
         is_cached: bool,
     ) -> bool:
-        """Stores the trace's assumptions about sizes, and who has a row per sample.
+        """Stores the trace's assumptions about sizes; finds arguments with sample rows.
 
-        These arguments' first dimension is the batch's in the trace; or it equals the
-        batch's in the sample, and the trace identified it with no other dimension. If
-        the trace never compared it with the batch, a tensor of one dimension, or with
-        others of that size, may be either: it is `unsure`.
+        An argument has a row per sample in two cases. The trace identified its first
+        dimension with the batch's. Or both are equal in the sample, and the trace
+        identified that dimension with no other. Such an argument is `unsure` if the
+        trace never compared it with the batch, and it has no other size or that twice.
 
         Args:
             symbols: symbolic sizes of each tensor before the trace.
-            sizes: those after the trace, equal ones as one.
+            sizes: symbolic sizes after the trace, where equal ones are one symbol.
             guards: conditions that held in the trace.
-            is_cached: whether there is a cache, for which no guard holds: its length
-                and that of the new positions (later just one) differ from the sample's.
+            is_cached: whether there is a cache. Then no guard applies: its length, and
+                the number of new positions (later just one), are not the sample's.
 
         Returns:
             True if forward works for any number of samples.
@@ -201,7 +201,7 @@ class Arguments:
             tensors, self._fixed, self._symbols, strict=True
         ):
             for size, wanted, symbol in zip(one.shape, fixed, symbols, strict=True):
-                # A single sample, or position, runs the same code as several.
+                # A single sample or position runs the same code as several.
                 values[symbol] = max(2, size)
                 if wanted is not None and size != wanted:
                     raise ConfigError(
@@ -213,7 +213,7 @@ class Arguments:
             raise ConfigError(
                 f"the model was cut for sizes with {broken[0]}, true of the sample "
                 f"but not of tensors of {[list(one.shape) for one in tensors]}: "
-                "forward may do something else for them; cut with a sample like them"
+                "forward may run other code for these; cut with a sample of such sizes"
             )
         self._seen.add(sizes)
 
@@ -239,5 +239,5 @@ class Arguments:
 
 
 def _number(size: Any) -> int | None:
-    """The number that a size became in a trace; None if it is still symbolic."""
+    """Number that replaced a symbolic size in a trace; None if it is still symbolic."""
     return int(size) if isinstance(size, int) or size.is_number else None

@@ -1,4 +1,4 @@
-"""Traced code between the calls of uncut modules, in a form that any layer can run."""
+"""Rewrites traced code between calls of uncut modules, so that any layer can run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elche.pipeline.cutting.arguments import REMEDY
 from elche.pipeline.cutting.whole_calls import call_whole
 
 CONSTANT_ELEMENTS = 4096
-"""Most elements of a constant, which becomes text of the layer's code."""
+"""Largest number of elements of a constant, which is stored as code text."""
 
 
 def settle(made: fx.GraphModule, names: Mapping[int, str]) -> fx.Graph:
@@ -21,8 +21,8 @@ def settle(made: fx.GraphModule, names: Mapping[int, str]) -> fx.Graph:
 
     Args:
         made: the trace; its graph is changed.
-        names: name for each of the model's parameters and buffers, by the id of the
-            tensor that stands for it in the trace.
+        names: name of each of the model's parameters and buffers, by the id of its fake
+            tensor in the trace.
     """
     for node in [one for one in made.graph.nodes if one.op == "get_attr"]:
         value = getattr(made, node.target)
@@ -35,7 +35,7 @@ def settle(made: fx.GraphModule, names: Mapping[int, str]) -> fx.Graph:
 
 
 def _put_constant(node: fx.Node, value: torch.Tensor) -> None:
-    """Replaces a constant by code that makes it, on the device of its layer."""
+    """Replaces a constant by code that creates it on its layer's device."""
     if value.is_meta or value.numel() > CONSTANT_ELEMENTS:
         raise ConfigError(
             f"forward makes a constant of shape {list(value.shape)} on {value.device} "
@@ -51,10 +51,10 @@ def _put_constant(node: fx.Node, value: torch.Tensor) -> None:
 
 
 def _detach_without_grad(graph: fx.Graph) -> None:
-    """Replaces `torch.no_grad` by detached inputs, so that a cut may be inside.
+    """Replaces `torch.no_grad` by detached inputs, so that its block may be cut.
 
-    Uncut modules set switches themselves when they run; the trace has their empty
-    pairs, which are dropped.
+    Uncut modules switch gradients off and on themselves when they run. The trace
+    contains these switches as empty pairs, which are dropped.
     """
     has_grad, casts = True, 0
     switches: list[fx.Node] = []
@@ -77,10 +77,10 @@ def _detach_without_grad(graph: fx.Graph) -> None:
             if casts or node.target is call_whole:
                 raise ConfigError(
                     f"forward uses {'autocast' if casts else 'torch.no_grad'} around "
-                    f"code {where(node)}, which a cut might tear apart (a module is "
-                    f"frozen by requires_grad_(False)); {REMEDY}"
+                    f"code {where(node)}, which a cut might split (to freeze a module, "
+                    f"call requires_grad_(False)); {REMEDY}"
                 )
-            if changes(node):  # its result is its input, whose gradient goes on
+            if changes(node):  # its result is its input, which keeps its gradient
                 node.replace_all_uses_with(node.args[0])
             _detach_inputs(node, found)
     for node in reversed(switches):
@@ -101,7 +101,7 @@ def _detach_inputs(node: fx.Node, found: dict[fx.Node, fx.Node]) -> None:
 
 
 def texts(graph: fx.Graph) -> list[str]:
-    """Texts of a graph's nodes, with nodes numbered, since names may differ."""
+    """Comparable texts of a graph's nodes: numbers replace names, which may differ."""
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     return [
         str(fx.node.map_arg((str(one.target), one.args, one.kwargs), number.get))
@@ -113,7 +113,7 @@ def texts(graph: fx.Graph) -> list[str]:
 def place(
     graph: fx.Graph, device: torch.device, old: torch.device | None = None
 ) -> None:
-    """Makes code create its tensors on a device, instead of on `old` or anywhere."""
+    """Makes code create its tensors on a device, in place of `old` or the default."""
 
     def placed(value: Any) -> Any:
         is_old = isinstance(value, torch.device) and old in (None, value)
@@ -144,7 +144,7 @@ def changes(node: fx.Node) -> bool:
 
 
 def base_of(node: Any) -> Any:
-    """Node of the tensor that a view shows, or that a change in place returns."""
+    """Node of the tensor behind a view or behind the result of an in-place change."""
     while isinstance(node, fx.Node) and (
         getattr(node.target, "is_view", False) or changes(node)
     ):

@@ -1,7 +1,7 @@
-"""Caches of keys and values in the layers of a cut model of transformers.
+"""Caches of keys and values in the layers of a cut transformers model.
 
-Its forward is traced a second time, with a past of any length, since the code between
-the blocks (positions, masks) depends on it. The blocks receive transformers' own cache.
+The model is traced a second time with a past of any length, because the code between
+blocks (positions, masks) depends on it. The blocks receive transformers' own cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from elche.pipeline.cutting.arguments import Arguments
 from elche.pipeline.setup.pretrained import is_pretrained
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of forward's argument for keys and values: since 5.24, and before."""
+"""Names of forward's argument for keys and values: since version 5.24, and before."""
 MASK_ARGUMENT = "attention_mask"
 PAST = "past_key_values"
-"""Name of a layer's cache in `Pipeline.generate`, whatever the model calls it."""
+"""Name of a layer's cache in `Pipeline.generate`, for every model."""
 PAST_LENGTH = 3
-"""Past length in the trace, where it is a symbol; torch would fix 0 and 1."""
+"""Past length during the trace; 0 or 1 would not stay symbolic in torch."""
 CACHE_MARK = "elche: the cache"
 """Placeholder in a trace for the cache that a module receives."""
 
@@ -35,14 +35,14 @@ def takes_cache(model: nn.Module) -> bool:
 
 
 def _name(signature: inspect.Signature) -> str:
-    """The model's name of the cache; "" if it takes none."""
+    """Name of forward's cache argument; "" without one."""
     return next((one for one in CACHE_ARGUMENTS if one in signature.parameters), "")
 
 
 def cached_arguments(
     model: nn.Module, sample: Any, device: torch.device, omitted: Collection[str]
 ) -> Arguments:
-    """Arguments of a sample after a past, whose length is given by a tensor."""
+    """Arguments of a sample that follows a past; a tensor carries the past's length."""
     read = Arguments.read(model, sample, torch.device("cpu"), omitted)
     given = read.filled(read.tensors)
     if "use_cache" in read.signature.parameters:
@@ -54,7 +54,7 @@ def cached_arguments(
 
 
 def traced_forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
-    """Traced logits, with a cache of which only the length is known."""
+    """Traced logits, with a cache that has a length but no content."""
     name = _name(inspect.signature(model.forward))
     past = given[name].shape[0]
     cache = _dynamic_cache()
@@ -85,7 +85,7 @@ def after_past(
     keywords: dict[str, Any],
     cache: dict[str, Any],
 ) -> list[Any]:
-    """Inputs of a layer's code, which end with its cache of keys and values."""
+    """Inputs of a layer's code; the last one is its cache of keys and values."""
     if PAST not in cache:
         cache[PAST], cache["length"] = _dynamic_cache(), 0
     if arguments is not None:
@@ -101,5 +101,5 @@ def _dynamic_cache() -> Any:
 
 
 def _past(length: int) -> torch.Tensor:
-    """A tensor of the past's length, which can be sent between stages."""
+    """Tensor as long as the past, so that its length can be sent between stages."""
     return torch.empty(length, dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""Finds in a model's trace the loss that it computes, and what that is a mean over."""
+"""Search of a model's trace for its loss, and for the elements the loss averages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BY_SAMPLES = (
 
 
 def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss | None:
-    """Finds the loss in a traced model's output, and what it is a mean over."""
+    """Finds the loss in a traced model's output, and the elements that it averages."""
     ends = iter(next(node for node in graph.nodes if node.op == "output").args[0])
     loss = OwnLoss(arguments)(tree_map(lambda _: next(ends), output))
     if loss is None:
@@ -49,14 +49,14 @@ def find_own_loss(graph: fx.Graph, output: Any, arguments: Arguments) -> OwnLoss
         if not is_known and not isinstance(node.target, _OPERATOR):
             fault = f"the labels of this one depend on {node.name}"
             return OwnLoss(arguments, fault=fault)
-        node.meta = {}  # it would keep the trace alive
+        node.meta = {}  # else it keeps the trace alive
     pairs = zip(arguments.owners, inputs, strict=True)
     used = frozenset(name for name, node in pairs if node.users)
     return OwnLoss(arguments, fx.GraphModule({}, made), used)
 
 
 def _fault(graph: fx.Graph, loss: Any, arguments: Arguments) -> str:
-    """Why a loss is no mean over labels or samples; "" if it is one."""
+    """Reason why a loss is not a mean over labels or samples; "" if it is one."""
     if loss.target is call_whole:
         return f"this one ends in the submodule {loss.args[0]}"
     is_plain = not (loss.args[2:] or loss.kwargs)  # a mean, without weights
@@ -67,11 +67,11 @@ def _fault(graph: fx.Graph, loss: Any, arguments: Arguments) -> str:
     firsts = [_sizes(node) for name, node in inputs if name == arguments.first]
     batch = next(size for size, *_ in filter(None, firsts))
     sizes, others = map(_sizes, loss.args[:2])
-    if by_samples:  # whose parts have equal sizes, whatever the values
+    if by_samples:  # the parts have equal sizes, independent of values
         each = prod(sizes) / batch
         bad = batch.free_symbols | free_unbacked_symbols(loss.args[0].meta["val"])
         is_right = sizes == others and not each.free_symbols & bad
-    else:  # no class is another sample, as in contrastive losses
+    else:  # classes must not be other samples, as in contrastive losses
         classes = 0 * batch + sum(sizes[1:2])
         is_right = bool(sizes[1:]) and not classes.free_symbols & batch.free_symbols
     return "" if is_right else f"the terms of this one, of sizes {sizes}, share samples"
@@ -82,7 +82,7 @@ def _sizes(node: Any) -> list[Any]:
 
 
 def _needed(graph: fx.Graph, labels: fx.Node) -> set[fx.Node]:
-    """Nodes that make a value, also by changes in place."""
+    """Nodes that contribute to a value, including changes in place."""
     needed = {labels, base_of(labels)}
     for node in reversed(graph.nodes):
         if node in needed or (changes(node) and base_of(node) in needed):

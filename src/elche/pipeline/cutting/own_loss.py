@@ -1,7 +1,7 @@
-"""The loss that a traced model computes itself, as transformers' do from `labels`.
+"""The loss that a traced model computes itself, like transformers models with `labels`.
 
-It is a mean over the labels that the model does not ignore, and which of them reach the
-cross entropy (shifted ones in causal language models) is known from the trace.
+It is a mean over the labels that the model does not ignore. The trace shows which
+labels reach the cross entropy: in causal language models the shifted ones.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OwnLoss:
 
     Attributes:
         arguments: arguments of the model's trace.
-        labels: makes the labels of the arguments' tensors; None if the loss is a mean
-            over samples.
+        labels: function from the arguments' tensors to the labels; None if the loss is
+            a mean over samples.
         used: names of the arguments that `labels` reads.
         fault: why the mean is unknown; "" if it is known.
     """
@@ -38,11 +38,11 @@ class OwnLoss:
     fault: str = ""
 
     def __call__(self, output: Any, target: None = None) -> Any:
-        """The ``"loss"`` in the model's output; None without one."""
+        """Returns ``"loss"`` of the model's output; None without one."""
         return output.get("loss") if isinstance(output, Mapping) else None
 
     def count(self, batch: Any, keywords: Mapping[str, Any]) -> float | None:
-        """Number of labels that a loss is a mean over; None for a mean over samples."""
+        """Number of labels in the loss's mean; None for a mean over samples."""
         named = self.arguments.of_batch(batch, keywords)
         if self.labels is None or any(named.get(name) is None for name in self.used):
             return None

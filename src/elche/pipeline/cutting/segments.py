@@ -28,19 +28,19 @@ _LOCAL = ("placeholder", "get_attr", "output")
 
 
 class Segment(nn.Module):
-    """A part of a model's forward; accepts and returns the values live at its ends.
+    """Part of a model's forward; its inputs and outputs are the live values.
 
     Attributes:
         arguments: arguments of the model's trace, if this is its first part.
-        own_loss: the loss that the model computes itself in training, if any; known to
-            the first part.
+        own_loss: the loss that the model computes itself in training, if any; only set
+            in the first part.
 
     Args:
         model: the model.
-        held: the model's own parameters and buffers, by a name in the codes.
+        held: the model's own parameters and buffers, by their names in the codes.
         device: device of the trace.
-        codes: the part's code in training (True) and in evaluation; one if they are
-            equal.
+        codes: the part's code in training (True) and in evaluation (False); only one
+            entry if they are equal.
     """
 
     arguments: Any = None
@@ -54,13 +54,13 @@ class Segment(nn.Module):
         codes: dict[bool, Code],
     ) -> None:
         super().__init__()
-        self.training = model.training  # it stands for the model's own code
+        self.training = model.training  # the segment replaces the model's own code
         self.body = _body(model, held, codes)
         self._codes, self._device = codes, device
         self._mode = next(iter(codes))
 
     def forward(self, *values: Any) -> Any:
-        """Runs the part on the device of its inputs, in the mode of its modules."""
+        """Runs the part on its inputs' device, in its modules' training mode."""
         given = next((one for one in values if isinstance(one, torch.Tensor)), None)
         device = self._device if given is None else given.device
         mode = self._mode if len(self._codes) == 1 else self._mode_of_modules()
@@ -80,14 +80,14 @@ class Segment(nn.Module):
         if {*modes.values()} != {self.training}:
             raise ConfigError(
                 f"code after {', '.join(modes)} differs between training and "
-                "evaluation, and some of these modules and the model around them are "
-                "in training, some not; set one mode (pipe.train(), not the "
-                "model's own train or eval), or cut between them (split_points=)"
+                "evaluation, but only some of these modules, or not the model around "
+                "them, are in training; set one mode (pipe.train(), not the model's "
+                "own train or eval), or cut between them (split_points=)"
             )
         return self.training
 
     def _write(self, device: torch.device, mode: bool) -> None:
-        """Makes the body run the code of a mode, with new tensors on a device."""
+        """Gives the body the code of a mode, which creates new tensors on a device."""
         for code in self._codes.values():
             place(code.graph, device, self._device)
         self._device, self._mode = device, mode
@@ -99,7 +99,7 @@ class FirstSegment(Segment):
     """The first part, with the arguments of the model's forward."""
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Runs the part on a batch like the sample, of any size."""
+        """Runs the part on a batch of any size that is otherwise like the sample."""
         return super().forward(*self.arguments.tensors_of(args, keywords))
 
 
@@ -108,7 +108,7 @@ class CachedSegment(Segment):
     """A part that accepts `cache=` from `Pipeline.generate`."""
 
     def forward(self, *values: Any, cache: dict[str, Any], **keywords: Any) -> Any:  # type: ignore[override]
-        """Runs the part on new positions, which follow those in the cache."""
+        """Runs the part on new positions that follow the cached ones."""
         return super().forward(*after_past(self.arguments, values, keywords, cache))
 
 
@@ -127,8 +127,8 @@ def cut_model(
         points: see `elche.pipeline.pipeline_config.PipelineConfig.split_points`; None
             cuts around the members of its chains of blocks.
         sample: one microbatch of its input.
-        omitted: to cut the model again, for evaluation alone: arguments of the sample
-            that are None.
+        omitted: arguments of the sample that are None, when the model is cut again for
+            evaluation.
         has_cache: whether layers take a cache, see `elche.pipeline.cutting.caching`.
     """
     if sample is None:
@@ -172,7 +172,7 @@ def cut_model(
 def _layers(
     model: nn.Module, choice: CutChoice, by_mode: dict[bool, Code], is_cached: bool
 ) -> list[dict[bool, Code]]:
-    """Cuts the traces into the codes of each layer; one, if its modes' are equal."""
+    """Cuts the traces into each layer's codes: one, if both modes have the same."""
     made: list[list[dict[bool, Code]]] = []
     called: list[list[list[str]]] = []
     for mode, one in by_mode.items():
@@ -197,7 +197,7 @@ def _layers(
 
 
 def _form(codes: dict[bool, Code]) -> Any:
-    """The code of one mode in a form to compare."""
+    """Comparable form of a layer's code in one mode."""
     (code,) = codes.values()
     return texts(code.graph), tree_structure(code.output)
 
@@ -205,9 +205,9 @@ def _form(codes: dict[bool, Code]) -> Any:
 def _parts(graph: fx.Graph, choice: CutChoice, model: nn.Module) -> list[list[fx.Node]]:
     """Nodes of each layer in order.
 
-    A layer begins with a call. Code after a call, which may change its result in place,
-    stays in the call's layer. Without split points, layers without parameters, which no
-    optimizer accepts, join their neighbours.
+    A layer begins with a call. Code after a call stays in the call's layer, because it
+    may change the call's result in place. Without split points, layers without
+    parameters join their neighbours, because no optimizer accepts them.
     """
 
     def learns(nodes: list[fx.Node]) -> bool:
@@ -239,7 +239,7 @@ def _called(nodes: Iterable[fx.Node]) -> list[str]:
 
 
 def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Values live at the ends of layers, including the input and the output."""
+    """Live values at the boundaries of layers, including the input and the output."""
     number = {node: index for index, nodes in enumerate(parts) for node in nodes}
     last = {
         node: max((number.get(user, len(parts) - 1) for user in node.users), default=-1)
@@ -287,7 +287,7 @@ def _graph(
             here[node] = graph.call_module(*mapped_args)
         else:
             here[node] = graph.node_copy(node, mapped)
-            here[node].meta = {}  # it would keep the trace alive
+            here[node].meta = {}  # else it keeps the trace alive
     graph.output(tuple(fx.node.map_arg(list(outputs), mapped)))
     return graph
 
@@ -295,7 +295,7 @@ def _graph(
 def _body(
     model: nn.Module, held: Mapping[str, torch.Tensor], codes: Mapping[bool, Code]
 ) -> fx.GraphModule:
-    """Module of the model's own objects that a layer's codes use."""
+    """Module with the model's own submodules and tensors that a layer's codes use."""
     nodes = [node for code in codes.values() for node in code.graph.nodes]
     root: dict[str, Any] = {
         node.target: model.get_submodule(node.target)

@@ -1,4 +1,4 @@
-"""Fake tensors in place of a model's own and a sample's, while the model is traced."""
+"""Fake tensors that replace the model's and the sample's during a trace."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from elche.torch_internals.passes import FakeTensorMode, unset_fake_temporarily
 
 @final
 class StandIns:
-    """Fake tensors, so that forward changes no real ones.
+    """Fake tensors for a trace: forward changes them, and no real ones.
 
-    BatchNorm, for example, counts its batches.
+    For example, BatchNorm counts its batches.
 
     Args:
         model: model with the real tensors.
@@ -34,8 +34,8 @@ class StandIns:
     Attributes:
         mode: fake tensor mode, whose sizes are symbols.
         inputs: fake tensors of the sample.
-        held: the model's own parameters and buffers, by a name for traces.
-        names: that name of each fake parameter and buffer, by id.
+        held: the model's own parameters and buffers, by their names in traces.
+        names: the same name of each fake parameter and buffer, by id.
         device: the argument.
     """
 
@@ -71,28 +71,28 @@ class StandIns:
     def patched(self) -> AbstractContextManager[None]:
         """Puts the fake tensors into the model, and restores the real ones afterwards.
 
-        `torch.func.functional_call` would leave them in a module that is used twice.
+        `torch.func.functional_call` would leave fakes in a module that is used twice.
         """
         return _replaced(self._model, lambda one: self._fakes[id(one)])
 
     def computed(self, module: nn.Module, args: Any, keywords: Any) -> Any:
         """Runs a patched module on real tensors, because its code depends on values.
 
-        Only the sizes of its output are used: it runs a second time with other sizes,
-        so that each is seen to be constant, or a size of the input. The sample's
-        tensors have their values, all others made-up ones, and so have the parameters
-        of a model on the meta device.
+        Only the sizes of its output are used. A second run with other sizes shows
+        whether each is constant or a size of the input. The sample's tensors have their
+        own values. All others, and parameters of a model on the meta device, have
+        made-up values.
 
         Returns:
             The output with fake tensors.
 
         Raises:
-            KeyError: a size of the output is another, or it has a number.
+            KeyError: a size of the output is neither, or the output has a number.
         """
         symbols = {
             size.node.expr: (size, number)
             for size, number in self._sizes
-            if size.node.expr.is_symbol  # else it has become a number
+            if size.node.expr.is_symbol  # else the trace has fixed it
         }
         sizes: dict[tuple[int, int], Any] = {}
         for i, (size, n) in enumerate(symbols.values()):
@@ -143,7 +143,7 @@ class StandIns:
             return module(*args, **keywords)
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """Tensors that forward has written to, by the model's names."""
+        """Tensors to which forward has written, by the model's names."""
         return {
             name: one
             for name, one in self._named.items()
@@ -154,7 +154,7 @@ class StandIns:
 def _with_values(
     fake: torch.Tensor, sample: torch.Tensor | None, shape: list[int]
 ) -> torch.Tensor:
-    """A tensor of a shape: the sample, repeated, or made-up values."""
+    """Tensor of the given shape, filled with the repeated sample or made-up values."""
     device = "cpu" if fake.is_meta else fake.device
     if sample is not None and not sample.is_meta:
         for dim, size in enumerate(shape):
@@ -171,7 +171,7 @@ def _with_values(
 def _replaced(
     module: nn.Module, chosen: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Puts other tensors into a module in this context."""
+    """Replaces a module's tensors in this context."""
     slots = [
         (held, name, one)
         for each in module.modules()

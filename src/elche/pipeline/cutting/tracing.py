@@ -34,8 +34,8 @@ class Code:
 
     Attributes:
         graph: the code, with a node for each call of an uncut submodule.
-        output: structure of the model's output, with placeholder tensors; None for a
-            layer that is not its last.
+        output: structure of the model's output, with placeholder tensors; only for the
+            model and its last layer, else None.
     """
 
     graph: fx.Graph
@@ -51,8 +51,8 @@ def trace_calls(
 ) -> tuple[dict[bool, Code], Arguments, StandIns]:
     """Traces a model in training and in evaluation, or again in evaluation alone.
 
-    The model is not modified. `whole` has the name of each uncut submodule, by id; the
-    others are those of `elche.pipeline.cutting.segments.cut_model`.
+    The model is not modified. `whole` has the name of each uncut submodule, by id;
+    other arguments as in `elche.pipeline.cutting.segments.cut_model`.
 
     Returns:
         The code in training (True) and in evaluation, the arguments of the traced
@@ -68,7 +68,7 @@ def trace_calls(
     outputs: list[Any] = []
 
     def forward(*tensors: torch.Tensor) -> list[Any]:
-        # Patched inside forward: the tracer has installed its own hook before.
+        # Patched inside forward, after the tracer has installed its own hook.
         with watch.patched(), stand_ins.patched():
             given = arguments.filled(tensors)
             found = traced_forward(model, given) if has_cache else model(**given)
@@ -96,10 +96,10 @@ def trace_calls(
 
 
 def _device_of(model: nn.Module, may_differ: bool) -> torch.device:
-    """Device of a model; meta if its parts are on several and `may_differ`."""
+    """Device of a model; meta if `may_differ` and its parts are on several devices."""
     devices = [one.device for one in (*model.parameters(), *model.buffers())]
     device = devices[0] if devices else torch.device("cpu")
-    if device.type == "meta":  # computed buffers may have values already
+    if device.type == "meta":  # computed buffers may already have values
         devices = [one.device for one in model.parameters()]
     other = next((one for one in devices if one != device), None)
     if other is None:

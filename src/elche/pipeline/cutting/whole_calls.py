@@ -1,9 +1,9 @@
 """Calls of modules while a model is traced; an uncut module becomes one node.
 
-Of calls that are alike one is run. Such are calls of modules with equal classes,
-attributes, modes and sizes of parameters, on inputs of equal sizes and plain values. An
-attribute like `layer_idx` may differ, if it is the module's place in its list, and
-forward does not read it.
+Of several equal calls only one is run. Calls are equal if their modules have equal
+classes, attributes, modes and sizes of parameters, and their inputs equal sizes and
+plain values. An attribute such as `layer_idx` may differ if it is the module's index in
+its list, and forward does not read it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModuleCalls:
         stand_ins: fake tensors of the model.
 
     Attributes:
-        inside: innermost module of the calls in progress when an error occurred.
+        inside: innermost module that was running when an error occurred.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ModuleCalls:
     def _result(
         self, name: str, module: nn.Module, args: tuple[Any, ...], keywords: Any
     ) -> Any:
-        """Output of a call, with fake tensors."""
+        """Output of a call, made of fake tensors."""
         places = _places(name, module)
         key = _likeness(module, places), _form((args, keywords))
         if key in self._results:
@@ -138,7 +138,7 @@ class ModuleCalls:
                 found = self._run(module, args, keywords)
             after = module.named_buffers()
             changed = [own for own, one in after if version(one) != before.get(own)]
-            # Caches need the place, and prove themselves, see `CutVariants.proven`.
+            # Caches read the index; generation checks them, see `CutVariants.proven`.
             given = tree_leaves((args, keywords))
             if not reads or any(hasattr(one, "traced_as") for one in given):
                 # The arguments are kept because the key has ids of objects in them.
@@ -158,7 +158,7 @@ class ModuleCalls:
             except Exception:
                 raise error from None
         finally:
-            del unbacked[known:]  # sizes that are the module's own affair
+            del unbacked[known:]  # sizes used only inside the module
 
     def _proxies(self, value: Any, tracer: Any) -> Any:
         """Replaces tensors in a call's arguments by the trace's proxies."""
@@ -173,15 +173,15 @@ class ModuleCalls:
         if isinstance(value, _PLAIN):
             return value
         raise ConfigError(
-            f"{self.inside} is given a {type(value).__name__}, which cannot travel "
-            "between layers; leave it out with an argument of the model, such as "
+            f"{self.inside} is given a {type(value).__name__}, which layers cannot "
+            "exchange; disable it by an argument of the model, such as "
             'sample={"input_ids": ..., "use_cache": False}, or cut by hand with '
             "split=lambda model: [...]"
         )
 
 
 def _places(name: str, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Attributes of a module and its submodules that are its place in its list."""
+    """Attributes of a module and its submodules that equal its index in its list."""
     place = name.rpartition(".")[2]
     return [
         (one, key)
@@ -227,7 +227,7 @@ def _likeness(module: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> Any
 
 
 def _form(value: Any) -> Any:
-    """A hashable value, equal for values that are alike."""
+    """Hashable form of a value; equal forms mean equal values for a trace."""
     if isinstance(value, torch.Tensor):
         sizes = *value.shape, None, *value.stride()
         kind = type(value), value.dtype, value.device, value.requires_grad

@@ -1,4 +1,4 @@
-"""Choice of the uncut submodules, and of the cuts between them."""
+"""Choice of the uncut submodules and of the cuts between them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
 
     Args:
         model: model to cut.
-        points: names of submodules before which to cut; or by name
-            ``SplitPoint.BEGINNING`` or ``SplitPoint.END`` of torch's pipelining.
+        points: names of submodules before which to cut; or a dict from names to torch's
+            ``SplitPoint.BEGINNING`` or ``SplitPoint.END``.
     """
     if isinstance(points, str):
         raise ConfigError(
@@ -81,8 +81,8 @@ def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
 def at_blocks(model: nn.Module) -> CutChoice:
     """Cuts around the members of the model's chains of blocks.
 
-    Chains are its outermost ModuleLists and Sequentials, and those directly in them. A
-    model without chains may be cut between any of its children.
+    Chains are the outermost ModuleLists and Sequentials, and those directly inside
+    them. A model without chains may be cut between any of its children.
     """
     modules = dict(model.named_modules())
     chains = [name for name, one in modules.items() if isinstance(one, _CHAINS)]

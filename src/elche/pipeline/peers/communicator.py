@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 
 class _RepeatCall(Exception):  # noqa: N818
-    """A replica is lost, and no rank has ended the call."""
+    """A replica is lost, and no rank has finished the call: all repeat it."""
 
 
 @final
 class PipelineCommunicator:
-    """Exchange and agreement with the other ranks, and common failure.
+    """Exchange and agreement with the other ranks; a failure ends all of them.
 
-    In a run of one rank every call returns at once.
+    In a single-rank run every call returns at once.
 
     Args:
         rank: this rank.
@@ -37,8 +37,8 @@ class PipelineCommunicator:
         timeout_s: deadline (s) of waits outside steps.
 
     Attributes:
-        rebuild: called with the former numbers of the ranks that are left, after a
-            replica is lost; None if that ends the run.
+        rebuild: called after a replica is lost, with the surviving ranks' former
+            numbers; None if a loss ends the run.
     """
 
     def __init__(self, rank: int, peers: StagePeers | None, timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class PipelineCommunicator:
         self.rebuild: Callable[[Sequence[int]], None] | None = None
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Sends a value to all ranks, and returns all ranks' values in rank order."""
+        """Sends a value to all ranks; returns all values in rank order."""
         self.check_open()
         if self.peers is None:
             return [value]
@@ -67,11 +67,11 @@ class PipelineCommunicator:
         return found
 
     def surviving(self, call: Callable[[], T]) -> T:
-        """Carries out a call of all ranks, again after each replica that is lost.
+        """Executes a call of all ranks; repeats it after each loss of a replica.
 
-        A call ends with an exchange. If another rank has its result, every rank has
-        done its part, and this rank receives the result from there. Else no rank has
-        ended the call, and all repeat it.
+        A call ends with an exchange. If another rank has the result, every rank has
+        done its part, and this rank copies the result. Otherwise no rank has finished
+        the call, and all repeat it.
         """
         while True:
             self._is_repeated = self.rebuild is not None
@@ -88,10 +88,10 @@ class PipelineCommunicator:
                 self._is_repeated = False
 
     def _survive(self, error: CommunicationError) -> list[Any] | None:
-        """Connects the ranks that are left after a loss, if the run survives it.
+        """Reconnects the surviving ranks after a loss, if the run survives it.
 
-        Returns the result of the call's last exchange if another rank has ended it;
-        else the call is repeated.
+        Returns the result of the call's last exchange if another rank has finished the
+        call; otherwise the call is repeated.
         """
         is_repeated, self._is_repeated = self._is_repeated, False
         with self.ending_on_failure():
@@ -113,7 +113,7 @@ class PipelineCommunicator:
         """Raises if the pipeline is no longer usable.
 
         Raises:
-            CommunicationError: the pipeline was closed, or has failed.
+            CommunicationError: the pipeline was closed or has failed.
         """
         if self._ended:
             raise CommunicationError(f"{self._ended}; make another Pipeline")
@@ -122,7 +122,7 @@ class PipelineCommunicator:
     def ending_on_failure(self) -> Iterator[None]:
         """Context in which an exception ends the pipeline on all ranks.
 
-        A rank alone does not end: its next call may succeed.
+        A single-rank run does not end: its next call may succeed.
         """
         try:
             yield
@@ -135,7 +135,7 @@ class PipelineCommunicator:
 
     @contextmanager
     def closing_on_failure(self) -> Iterator[None]:
-        """Context in which all ranks raise the same exception, and close."""
+        """Context for exceptions that all ranks raise equally; closes on exception."""
         try:
             yield
         except Exception:
@@ -143,7 +143,7 @@ class PipelineCommunicator:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Ends the pipeline on all ranks, with the error as reason."""
+        """Ends the pipeline on all ranks, with this error as the reason."""
         if not self._ended:
             self._ended = f"the pipeline has ended ({type(error).__name__}: {error})"
         if self.peers is not None:
@@ -156,9 +156,9 @@ class PipelineCommunicator:
             self.peers.close()
 
     def gather(self, make: Callable[[], Any], what: str) -> list[Any]:
-        """Sends the result of `make` to all ranks, and returns those of all, in order.
+        """Sends the result of `make` to all ranks; returns all results in rank order.
 
-        The result must suit the control channel; `what` describes the call for errors.
+        msgpack must be able to encode the result; `what` names the call in errors.
 
         Raises:
             ConfigError: another rank failed; errors of this rank's `make` are raised as
@@ -172,12 +172,12 @@ class PipelineCommunicator:
     ) -> list[Any]:
         """Like `gather`, but leaves the pipeline open after an error.
 
-        Where a call only `begins`, errors name their rank: all ranks raise the first
-        ConfigError as it is.
+        With `begins`, at the start of a call, all ranks raise the first ConfigError
+        unchanged. Otherwise errors name their rank.
 
         Raises:
             ConfigError: as in `gather`.
-            MismatchError: another rank calls another method.
+            MismatchError: ranks call different methods.
         """
         made, raised, error = None, None, ""
         try:
@@ -200,9 +200,9 @@ class PipelineCommunicator:
         return [value for _, _, value in reports]
 
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
-        """Builds on every rank, and raises on all if one fails, or they differ.
+        """Builds on every rank; if one fails or they differ, all ranks raise.
 
-        Each replica may run its own schedule.
+        Each replica may have its own schedule.
 
         Raises:
             ConfigError: a rank cannot build its stages.
@@ -232,7 +232,7 @@ class PipelineCommunicator:
         carry_out: Callable[[], StepResults],
         wants_cut: Callable[[], bool] = lambda: False,
     ) -> tuple[StepResults, list[list[float]], bool]:
-        """Carries out a step, after which every rank knows that all ranks succeeded.
+        """Executes a step; afterwards every rank knows that all ranks have succeeded.
 
         Returns:
             This rank's results, each rank's microbatch losses, and rank 0's result of
@@ -268,7 +268,7 @@ def common(by_rank: Sequence[T], name: str) -> T:
 def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None:
     own = groups.ranks[groups.replica_of(rank)]
     for name, theirs in described[rank]:
-        first = 0 if name == "the settings" else own[0]  # those of all replicas
+        first = 0 if name == "the settings" else own[0]  # replicas share the settings
         mine = dict(described[first]).get(name, "nothing")
         if mine != theirs:
             raise MismatchError(

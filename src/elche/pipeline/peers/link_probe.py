@@ -12,7 +12,7 @@ from elche.comm.transport.messages import Message
 from elche.pipeline.peers.peers import StagePeers
 
 LARGE_BYTES = 1 << 18
-"""Size of the long message: 0.2 s at 10 Mbit/s."""
+"""Size of the long message, which takes 0.2 s at 10 Mbit/s."""
 ROUNDS = 3
 _WHAT = "an echo that measures the link"
 MOST_S = 0.2
@@ -24,12 +24,12 @@ def measure_links(
 ) -> list[tuple[int, int, float, float]]:
     """Measures this rank's links to higher ranks; call it on all members at once.
 
-    Ranks that share memory have no link: `LayerTimes.message_s` is their message's
-    time.
+    Ranks that share memory have no link; `LayerTimes.message_s` is the time of their
+    messages.
 
     Returns:
-        Per link the places of its two ranks in `members`, latency (s), and bytes per
-        second.
+        For each link the indices of its two ranks in `members`, the latency (s), and
+        the bytes per second.
     """
     found = []
     for (one, low), (other, high) in combinations(enumerate(members), 2):
@@ -42,7 +42,7 @@ def measure_links(
             while (message := peers.receive(low, timeout_s, _WHAT)).tensors:
                 peers.send(low, message, timeout_s, _WHAT)
             continue
-        # The first echo comes when the partner has reached this link.
+        # The first echo arrives when the partner has reached this link.
         sizes = (1, 1, LARGE_BYTES)
         _, latency_s, large_s = (_echo_s(peers, high, n, timeout_s) for n in sizes)
         peers.send(high, Message(), timeout_s, _WHAT)
@@ -52,7 +52,7 @@ def measure_links(
 
 
 def _echo_s(peers: StagePeers, rank: int, nbytes: int, timeout_s: float) -> float:
-    """Half of the shortest time in which a message is echoed."""
+    """Half of the shortest round-trip time (s) of a message."""
     message = Message((torch.zeros(nbytes, dtype=torch.uint8, device="cpu"),))
     took_s: list[float] = []
     while len(took_s) < ROUNDS and sum(took_s) < MOST_S:

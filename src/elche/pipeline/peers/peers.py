@@ -56,7 +56,7 @@ _LEAVE_S = 5.0
 _DECLINE_S = 30.0
 _joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
 _reduced: set[tuple[tuple[str, int] | None, bytes]] = set()
-"""Runs of which ranks are gone."""
+"""Runs that have lost ranks."""
 
 
 @final
@@ -68,10 +68,10 @@ class StagePeers:
         channel: control channel to the coordinator, for the rendezvous and failures.
         group: the process group.
         name: the pipeline's name in the coordinator's store.
-        members: numbers of its ranks in the run; () if they are the same.
+        members: the run's numbers of the pipeline's ranks; () if they are equal.
 
     Attributes:
-        transport: messages of steps.
+        transport: transport of the messages in steps.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StagePeers:
 
         Raises:
             CommunicationError: the ranks did not connect in time.
-            ConfigError: some are gone since an earlier pipeline.
+            ConfigError: ranks were lost in an earlier pipeline.
         """
         if (placement.coordinator, placement.key) in _reduced:
             raise ConfigError(
@@ -116,7 +116,7 @@ class StagePeers:
         _joined[placement.coordinator, placement.key] = number
         name, members = f"pipeline/{number}", range(placement.world_size)
         try:
-            if number > 1:  # this rank has left with its earlier pipeline
+            if number > 1:  # this rank left the run with its earlier pipeline
                 channel.send(ReplicasFormed(rank=placement.rank, replicas=()))
             return StagePeers._form(placement, channel, name, members, timeout_s)
         except BaseException:
@@ -154,7 +154,7 @@ class StagePeers:
         self._channel.send(ReplicasFormed(rank=member, replicas=tuple(ranks)))
 
     def awaits_loss(self) -> bool:
-        """Waits a moment for the coordinator's notice that a replica is lost.
+        """Waits a moment for the coordinator's message that a replica is lost.
 
         Raises:
             RemoteRankError: the run has ended.
@@ -166,7 +166,7 @@ class StagePeers:
         return False
 
     def rejoin(self, timeout_s: float) -> tuple[StagePeers, tuple[int, ...]]:
-        """Connects to the ranks that are left; returns also their former numbers."""
+        """Connects to the surviving ranks; also returns their former numbers."""
         self.disconnect()
         _reduced.add((self._placement.coordinator, self._placement.key))
         regroups = self._channel.take(Regroup)
@@ -188,12 +188,12 @@ class StagePeers:
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:
-        """Connects only to abort the run, in which this rank cannot participate."""
+        """Connects only to abort a run in which this rank cannot participate."""
         with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
             StagePeers.join(placement, _DECLINE_S).fail(error)
 
     def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
-        """Sends a value for msgpack to all ranks, and returns those of all, in order.
+        """Sends a value by msgpack to all ranks; returns all values in rank order.
 
         Raises:
             DeadlineError: a rank was late.
@@ -210,12 +210,12 @@ class StagePeers:
             values.append(self.receive(rank, timeout_s, what).structure)
         for rank in others:
             self.send(rank, Message(structure=values), timeout_s, what)
-        # Flush, so that a rank that leaves next has sent everything.
+        # Flush: this rank may leave next, and must have sent everything.
         self.transport.flush(timeout_s)
         return values
 
     def gather(self, part: Message, to: int, timeout_s: float) -> list[Message]:
-        """Gathers each rank's message on rank `to`, in rank order; [] on the others."""
+        """Gathers all messages on rank `to` in rank order; returns [] elsewhere."""
         what = "a rank's part of the model's state"
         if self.rank != to:
             self.send(to, part, timeout_s, what)
@@ -249,11 +249,11 @@ class StagePeers:
     ) -> dict[tuple[int, ...], Group]:
         """Forms process groups of subsets of the ranks, for collectives; call it once.
 
-        All ranks give the same subsets, each ascending. `shares` tells whether this
-        rank may share memory with others on its host.
+        All ranks pass the same subsets, each ascending. `shares` is True if this rank
+        may share memory with others on its host.
 
         Returns:
-            The groups that contain this rank, by ranks. They close with the pipeline.
+            The groups with this rank, by their ranks. They close with the pipeline.
         """
         groups = {}
         # In the same order on all ranks: forming waits for all ranks of a group.
@@ -305,7 +305,7 @@ class StagePeers:
     ) -> None:
         """Waits for a collective of some ranks; raises as `Waits.until` does.
 
-        `end` is called on completion; it raises RuntimeError if that is a failure.
+        `end` is called on completion; it raises RuntimeError if the collective failed.
         """
 
         def look() -> bool:
@@ -316,7 +316,7 @@ class StagePeers:
                 time.sleep(SLEEP_S)
             try:
                 end()
-            except CommunicationError as error:  # its reason may still arrive
+            except CommunicationError as error:  # the reason may still arrive
                 raise RuntimeError(error) from error
             return True
 
@@ -324,7 +324,7 @@ class StagePeers:
         self.waits.until(look, others, what, timeout_s)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run for all ranks, with this rank's error as reason."""
+        """Ends the run for all ranks, with this rank's error as the reason."""
         if not self._closed and not isinstance(error, RemoteRankError):
             failed = Failed(
                 rank=self._members[self.rank],
@@ -349,7 +349,7 @@ class StagePeers:
             self._channel.close()
 
     def disconnect(self) -> None:
-        """Closes the connections to other ranks, which may be gone."""
+        """Closes the connections to other ranks, even if these have ended."""
         self._closed = True
         atexit.unregister(self.close)
         for group in self._subgroups:  # first, to release ranks that wait in them
@@ -368,7 +368,7 @@ def _group(
     name: str,
     timeout_s: float,
 ) -> Group:
-    """Forms a process group of some ranks, whose waits raise when the run ends."""
+    """Forms a process group of some ranks; its waits raise when the run ends."""
     place, deadline_s = ranks.index(placement.rank), timeout_s + BEYOND_S
     group = Group.form(waits, place, len(ranks), name, placement.listen, deadline_s)
     group.check = waits.check

@@ -21,17 +21,17 @@ from elche.errors import (
 )
 
 BEYOND_S = 60.0
-"""gloo's own timeout (s) beyond every deadline of ours, whose errors name ranks."""
+"""Excess (s) of gloo's timeout over elche's deadlines, whose errors name ranks."""
 TELL_S = 1.0
-"""Longest wait (s) for another rank's published wait from the coordinator."""
+"""Longest wait (s) for the coordinator to send another rank's published wait."""
 NAMED_AFTER_S = 10.0
 """Minimum wait (s) after which the log names the late rank."""
 NAMED_AFTER_WAITS = 4
 """Multiple of the longest wait so far after which the log names the late rank."""
 REPORT_EVERY_S = 0.5
-"""Shortest time (s) between two reports of progress."""
+"""Minimum time (s) between two reports of progress."""
 REASON_WITHIN_S = 5.0
-"""Longest wait (s) for the reason of a lost connection from the coordinator."""
+"""Longest wait (s) for the coordinator to send the reason for a lost connection."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 class Waits:
     """This rank's waits for others; the coordinator stores long waits of all ranks.
 
-    An awaited rank that has published no wait of its own is late. Process groups also
-    use this object as their `RendezvousChannel`.
+    A rank is late if others wait for it and it has published no wait of its own.
+    Process groups also use this object as their `RendezvousChannel`.
 
     Args:
         channel: control channel to the coordinator.
@@ -56,7 +56,7 @@ class Waits:
         self._longest_s = self._reported_s = 0.0
 
     def await_reason(self) -> None:
-        """Checks for a moment, in which the reason of a lost connection may arrive.
+        """Checks for a moment whether the reason for a lost connection has arrived.
 
         Raises:
             See `check`.
@@ -80,8 +80,8 @@ class Waits:
         if lost := self._channel.waiting(Regroup):
             ranks = [rank for one in lost for rank in one.left]
             raise RankLostError(
-                f"ranks {ranks} are gone during a call that is not repeated; only "
-                "step and clip_grad_norm_ are; `elche run --max-restarts` restarts "
+                f"ranks {ranks} were lost during a call that cannot be repeated; only "
+                "step and clip_grad_norm_ can; `elche run --max-restarts` restarts "
                 "such a run from its last checkpoint"
             )
 
@@ -104,7 +104,7 @@ class Waits:
             try:
                 return self._channel.store_get(key, min(left_s, TELL_S))
             except CommunicationError as error:
-                self.check()  # the run's abort may have the reason
+                self.check()  # raises the run's abort, which may have the reason
                 if not isinstance(error, DeadlineError):
                     raise
                 if left_s > TELL_S:
@@ -121,13 +121,13 @@ class Waits:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Waits until `look`, which polls for a moment, returns True.
+        """Waits until `look` returns True; it polls for a moment at each call.
 
         The log names a rank that is unusually late.
 
         Raises:
             DeadlineError: the deadline has passed; the message names the late ranks.
-            CommunicationError: `look` raised RuntimeError: a connection is lost.
+            CommunicationError: a connection is lost: `look` raised RuntimeError.
             RemoteRankError: the run has ended.
         """
         started_s, reported = time.monotonic(), dict[int, str]()
@@ -185,7 +185,7 @@ class Waits:
             )
 
     def _follow(self, ranks: Sequence[int]) -> tuple[dict[int, str], list[int]]:
-        """Late ranks with their reports, and all ranks on the path of waits to them."""
+        """Late ranks with their reports, and all ranks on the wait path to them."""
         seen, late = [self._rank], dict[int, str]()
         to_ask = list(ranks)
         while to_ask:
@@ -201,7 +201,7 @@ class Waits:
         return late, seen
 
     def _waits_of(self, rank: int) -> str:
-        """Published wait or report of a rank; "" if there is none."""
+        """A rank's published wait or report; "" if there is none."""
         self._channel.store_forget(self._key(rank))
         try:
             return self._channel.store_get(self._key(rank), TELL_S).decode()
@@ -209,7 +209,7 @@ class Waits:
             return ""
 
     def report(self, text: str) -> None:
-        """Reports progress, "" at its end; ranks that wait for this one wait anew."""
+        """Reports progress ("" at its end); restarts the waits for this rank."""
         now_s = time.monotonic()
         if not text or now_s - self._reported_s > REPORT_EVERY_S:
             self._reported_s = now_s
@@ -224,7 +224,7 @@ class Waits:
 
 
 def _explained(late: Sequence[int], seen: Sequence[int]) -> str:
-    """Text that names the late ranks, or the ranks that wait for each other."""
+    """Text that names the late ranks, or else the ranks that wait for each other."""
     if not late:
         return f"{named_ranks(seen)} wait for each other"
     verb = "is late, and waits" if len(late) == 1 else "are late, and wait"

@@ -1,8 +1,8 @@
 """Gradient reduction over ranks that hold the same parameters, during backward.
 
-These are replicas of a pipeline, and stages that share a parameter. After a stage's
-last weight gradient, its gradients are copied into flat messages, whose all-reduces
-start. The step ends when all sums have arrived. A replica without a batch adds zeros.
+Such ranks are replicas of a pipeline, and stages that share a parameter. After a
+stage's last weight gradient, its gradients are copied into flat messages and their
+all-reduces start. The step ends when all sums have arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elche.pipeline.replicas.replica_units import Unit
 from elche.pipeline.step.executor import StepInput, StepResults
 
 _Waiting: TypeAlias = "deque[tuple[tuple[int, ...], list[GradientMessage]]]"
-"""Units of a process group that have not started: their stages and messages."""
+"""Unstarted units of a process group: their stages and messages."""
 
 
 @final
@@ -77,10 +77,10 @@ class GradientReduction:
         given: StepInput,
         has_batch: bool,
     ) -> StepResults:
-        """Carries out this rank's part of a step and replaces the gradients by sums.
+        """Executes this rank's part of a step and replaces its gradients by sums.
 
-        Gradients from before the step are added, and not summed again. A replica
-        without a batch only adds zeros.
+        Gradients from before the step are kept: the sums are added to them. A replica
+        without a batch only contributes zeros.
 
         Raises:
             DeadlineError: a rank was late for a sum.

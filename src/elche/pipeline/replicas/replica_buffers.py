@@ -1,10 +1,10 @@
-"""Averages over replicas of buffers that training changes, such as BatchNorm's.
+"""Averages of buffers, such as BatchNorm's, over the replicas that trained them.
 
-Each replica updates its own buffers. Before an evaluation and before the state is
-gathered, each buffer that changed becomes the plain mean over the replicas that changed
-it. The mean of moving averages is the moving average of means, so no step is lost.
-Counters take the value of the first of these replicas. Unchanged buffers are not sent
-and stay identical.
+Each replica updates its own buffers. Before an evaluation, and before the state is
+gathered, a changed buffer becomes the plain mean over the replicas that changed it. The
+mean of moving averages is the moving average of means, so no step is lost. A counter
+gets the value of the first replica that changed it. Unchanged buffers are not sent and
+stay identical.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SharedBuffers:
         self._before = [one.clone() for one in self._now()]
 
     def continue_from(self, former: Sequence[SharedBuffers]) -> None:
-        """Takes over what was equal on all replicas before one was lost."""
+        """Adopts from `former` the last values that were equal on all replicas."""
         known = {
             (id(module), name): before
             for one in former
@@ -55,7 +55,7 @@ class SharedBuffers:
     def average(self, peers: StagePeers, timeout_s: float) -> None:
         """Makes the buffers equal on all ranks, which must all call it.
 
-        Raises as `StagePeers.wait` does.
+        Raises the errors of `StagePeers.wait`.
         """
         me = self.ranks.index(peers.rank)
         buffers = self._now()
@@ -83,7 +83,7 @@ class SharedBuffers:
 
 
 def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """View of the tensor, with complex numbers as pairs of real ones."""
+    """View of the tensor, with complex numbers as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

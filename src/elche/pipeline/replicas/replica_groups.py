@@ -19,8 +19,8 @@ class ReplicaGroups:
     """Ranks of the run, by replica.
 
     Attributes:
-        ranks: ranks of each replica, in the order of its pipeline; each rank of the run
-            belongs to one replica.
+        ranks: ranks of each replica, in the pipeline's order; each rank of the run is
+            in one replica.
         rank: this rank.
     """
 
@@ -49,7 +49,7 @@ class ReplicaGroups:
     def without_lost(
         self, schedule: Schedule, kept: Sequence[int]
     ) -> tuple[ReplicaGroups, Schedule]:
-        """Groups and this replica's `placed` schedule, with ranks numbered anew."""
+        """Groups and this replica's `placed` schedule, with renumbered ranks."""
         number = {rank: new for new, rank in enumerate(kept)}
         groups = (members for members in self.ranks if members[0] in number)
         ranks = tuple(tuple(number[rank] for rank in members) for members in groups)
@@ -79,8 +79,8 @@ def _renumbered(
 def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups:
     """Assigns the ranks to the replicas.
 
-    `replicas` is their number, with equally many consecutive ranks each; or the ranks
-    of each replica in the order of its pipeline.
+    `replicas` is the number of replicas, which then have equally many consecutive ranks
+    each; or a list of each replica's ranks, in the order of its pipeline.
     """
     if isinstance(replicas, int):
         each, rest = divmod(world_size, replicas)
@@ -110,7 +110,7 @@ class ReplicaShares:
             batch in this step.
         index: index of this rank's replica.
         reduction: reduction of the loss, "mean" or "sum".
-        counts: what each microbatch's mean is over, per replica; None for its samples.
+        counts: elements in each microbatch's mean, per replica; None means samples.
     """
 
     sizes: tuple[list[int], ...]
@@ -128,11 +128,11 @@ class ReplicaShares:
         counts = self.counts or self.sizes
         if self.reduction == "sum":
             return [scale] * len(counts[replica])
-        total = sum(map(sum, counts)) or 1.0  # without any, all weights are 0
+        total = sum(map(sum, counts)) or 1.0  # if the sum is 0, all weights are 0
         return [scale * count / total for count in counts[replica]]
 
     def loss(self, by_replica: Sequence[Sequence[float]]) -> float | None:
-        """Loss over all replicas' batches; None without any losses."""
+        """Loss over all replicas' batches; None if there are no losses."""
         active = [i for i, sizes in enumerate(self.sizes) if sizes]
         without = [i for i in active if not by_replica[i]]
         if len(without) == len(active):
@@ -146,7 +146,7 @@ class ReplicaShares:
             weight * loss
             for i in active
             for weight, loss in zip(self.weights(i), by_replica[i], strict=True)
-            if weight  # a mean over nothing may be NaN
+            if weight  # the mean of no elements may be NaN
         ]
         return sum(terms) if terms else math.nan
 
@@ -160,8 +160,8 @@ def read_shares(
 ) -> ReplicaShares:
     """Computes a step's shares from the ranks' reported batch sizes.
 
-    `reports` has the samples of batch and target, per rank: None without one, -1 for a
-    target whose samples cannot be counted. `counts` has each replica's microbatches.
+    `reports` has each rank's samples of batch and target: None if there is none, -1 for
+    a target with an unknown number. `counts` has each replica's number of microbatches.
 
     Raises:
         ConfigError: batch and target of a replica do not match, or no replica has a

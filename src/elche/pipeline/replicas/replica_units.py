@@ -1,10 +1,10 @@
 """Units of gradient reduction that the replicas of a pipeline share.
 
-A unit is a set of parameters that the same ranks hold, with gradients complete at the
-same moment on each of them: after the last weight gradient of the stages that use them.
-If all replicas have the same partition, units are stages. If partitions differ, a unit
-is the intersection of a stage of one replica with a stage of the other. A parameter
-shared by several stages is its own unit, over all ranks that hold it.
+A unit is a set of parameters on the same ranks, whose gradients are complete at the
+same time: after the last weight gradient of the stages that use them. If all replicas
+have the same partition, units are stages. If partitions differ, a unit is the
+intersection of a stage of one replica with a stage of another. A parameter shared by
+several stages is its own unit, over all ranks that hold it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
     """Raises unless all replicas hold the same layers.
 
     Raises:
-        MismatchError: replicas differ, the message names where. The same on every rank.
+        MismatchError: replicas differ; the same message on every rank names where.
     """
     first, *others = (
         {layer.index: (rank, layer.tensors) for rank in members for layer in held[rank]}
@@ -70,7 +70,7 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
         if first.keys() != other.keys():
             raise MismatchError(
                 f"replicas disagree about the model: replica 0 has {len(first)} "
-                f"layers, replica {number} has {len(other)}; give all the same model"
+                f"layers, replica {number} has {len(other)}; use one model for all"
             )
         for index in sorted(first):
             (rank, mine), (there, theirs) = first[index], other[index]
@@ -80,14 +80,14 @@ def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> N
                     raise MismatchError(
                         f"replicas disagree about layer {index}: {name} {one} on rank "
                         f"{rank} of replica 0, and {two} on rank {there} in replica "
-                        f"{number}; give all the same model"
+                        f"{number}; use one model for all"
                     )
 
 
 def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[Unit]:
-    """Groups parameters of a role into units, in the order in which all reduce them.
+    """Groups parameters of a role into units, in the common order of reduction.
 
-    Sorted by ranks, then by when they are complete on the first of these ranks.
+    Units are sorted by ranks, then by their time of completion on the first rank.
     """
     users: dict[str, dict[int, set[int]]] = {}
     layer_of: dict[str, int] = {}

@@ -65,7 +65,7 @@ def agree_on_groups(
 @final
 @dataclass
 class Replicas:
-    """All replicas, from this rank's point of view; made by :meth:`join`.
+    """All replicas, as this rank uses them; made by :meth:`join`.
 
     Attributes:
         groups: ranks of each replica.
@@ -89,10 +89,10 @@ class Replicas:
         timeout_s: float,
         are_equal: bool,
     ) -> Replicas:
-        """Makes parameters that several ranks hold equal, and connects these ranks.
+        """Makes parameters of several ranks equal, and connects these ranks.
 
-        Call it on all ranks. Copies the first replica's values, unless they are equal
-        already, or will be at the end of a call that some ranks have ended.
+        Call it on all ranks. Copies the first replica's values, unless they are already
+        equal, or become equal at the end of a call that some ranks have finished.
 
         Raises:
             MismatchError: replicas have different models; on every rank.
@@ -135,7 +135,7 @@ class Replicas:
         parts.executor.after_stage = reduction.stage_is_through
         counts = [by_rank[members[0]] for members in groups.ranks]
         for runner in parts.stages.values():
-            # Each replica has its own dropout seeds: microbatches are numbered on.
+            # Microbatches are numbered across replicas, so that dropout seeds differ.
             runner.stage.first_microbatch = sum(counts[: groups.index])
         shared = [
             SharedBuffers(
@@ -158,7 +158,7 @@ class Replicas:
     def average_buffers(
         self, communicator: PipelineCommunicator, timeout_s: float
     ) -> None:
-        """Averages buffers that training changed; must be called on all ranks.
+        """Averages buffers changed by training; must be called on all ranks.
 
         See `elche.pipeline.replicas.replica_buffers`.
         """
@@ -168,7 +168,7 @@ class Replicas:
                     one.average(communicator.peers, timeout_s)
 
     def late_learner(self) -> str:
-        """Error text for a parameter unfrozen after the join; "" if there is none."""
+        """Error text for a parameter that was unfrozen after :meth:`join`; else ""."""
         for name, one in self.frozen:
             if one.requires_grad:
                 return (

@@ -37,11 +37,11 @@ class Blueprint:
         loss_fn: function of output and target.
         device: device of this rank.
         config: the settings.
-        ties: parameters used in several places of the model, see `LayerList.ties`;
-            collected before building, which separates them on the meta device.
+        ties: parameters used in several places of the model, see `LayerList.ties`. They
+            are found before layers are built: building separates them on meta devices.
         unsplit: layers whose backward is not split on this rank.
         meta: this rank's tensors of layers that were on the meta device.
-        emulation: speed of an emulated device, for one layer; None for a real one.
+        emulation: speed of an emulated device, per layer; None for a real device.
     """
 
     layers: LayerList
@@ -59,7 +59,7 @@ class Parts:
     """Plan, stages and executor of a rank.
 
     Attributes:
-        given: blueprint of these parts.
+        given: blueprint from which these parts were built.
         plan: schedule and partition.
         stages: this rank's stages, by index, ascending.
         executor: executor of the stages.
@@ -77,17 +77,17 @@ class Parts:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank has the first stage, and reads the batch."""
+        """True if this rank has the first stage and reads the batch."""
         return self.plan.schedule.placement[0] == self.rank
 
     @property
     def is_last(self) -> bool:
-        """True if this rank has the last stage, and reads the target."""
+        """True if this rank has the last stage and reads the target."""
         return self.plan.schedule.placement[-1] == self.rank
 
     @property
     def built(self) -> dict[int, Layer]:
-        """This rank's layers by their index in the model."""
+        """This rank's layers, by index in the model."""
         return {
             index: layer
             for stage, runner in self.stages.items()
@@ -108,7 +108,7 @@ class Parts:
     def omitted_by(self, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
         """See `elche.pipeline.cutting.arguments.Arguments`; on the first rank.
 
-        Empty for layers that elche did not cut, which take whatever they take.
+        Returns an empty list for layers that elche did not cut.
         """
         if batch is None or self.given.layers.cut_again is None:
             return []
@@ -150,10 +150,10 @@ class Parts:
         ]
 
     def is_elsewhere(self, name: str) -> bool:
-        """True if a state's name may belong to another rank.
+        """True if a name in a state may belong to another rank.
 
-        Only the layer prefixes are known for other ranks, whose layers are not built
-        here. Extra state belongs to no rank. For a split model, all names are known.
+        Other ranks' layers are not built here: only their prefixes are known. For a
+        split model all names are known. Extra state belongs to no rank.
         """
         layers = self.given.layers
         if name in layers.state_names or name.endswith("_extra_state"):
@@ -177,9 +177,9 @@ def assemble(given: Blueprint, plan: PipelinePlan, peers: StagePeers | None) -> 
     rank = 0 if peers is None else peers.rank
     layers, seed = given.layers, given.config.seed
     if seed is None and plan.schedule.num_ranks > 1:
-        # Else, after one manual_seed in the script, equal layers on two ranks would
-        # start equal and share dropout masks, and loaders would shuffle differently on
-        # the ranks of the batch and of the target.
+        # Without a seed, after one manual_seed in the script, equal layers on two ranks
+        # would start equal and share dropout masks. Loaders would shuffle differently
+        # on the first and the last stage's rank.
         seed = torch.initial_seed()
     places = {index: plan.layers_of(index) for index in plan.schedule.stages_of(rank)}
     mine = [index for some in places.values() for index in some]

@@ -1,4 +1,4 @@
-"""Builder of a `Pipeline`: measurement, plan, stages, agreement of all ranks."""
+"""Builder of a `Pipeline`: measures, plans, builds stages, agrees with all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PipelineBuilder:
         self._placement = read_placement()
         try:
             facts = launch_facts()
-            if facts.may_grow and facts.pipe >= 0:  # Ray replaces ranks by default
+            if facts.may_grow and facts.pipe >= 0:  # not Ray's default replacement
                 raise ConfigError(
                     "a Pipeline cannot replace ranks that die: run without --rejoin; "
                     "--max-restarts N starts it anew from its last checkpoint"
@@ -77,7 +77,7 @@ class PipelineBuilder:
             raise
 
     def build(self) -> Stepping:
-        """Builds this rank's stages, ready for steps; or leaves the model as it was.
+        """Builds this rank's stages; if that fails, the model is left unchanged.
 
         Raises:
             ConfigError: an argument is wrong, here or on another rank.
@@ -120,7 +120,7 @@ class PipelineBuilder:
 
     @property
     def _emulation(self) -> EmulationConfig | None:
-        """Emulated speed of this device, with the time per sample of one layer."""
+        """Emulated speed of this device, with its time per sample and layer."""
         emulation = self._placement.emulation
         return None if emulation is None else emulation.for_layer(len(self._layers))
 
@@ -155,8 +155,8 @@ class PipelineBuilder:
             idle = [rank for rank, row in active if not row]
             if idle and self._placement.rank == members[0]:
                 logger.warning(
-                    "ranks %s have no layers and idle: with them a step would take "
-                    "longer, by the measured costs",
+                    "ranks %s have no layers and idle: by measured costs, layers on "
+                    "them would make a step longer",
                     idle,
                 )
         plan = make_plan(wanted, self.micro_batches, len(members), len(layers), config)
@@ -181,7 +181,7 @@ def _checked(
     if isinstance(own, OwnLoss):
         if own.fault and config.weight_of is None and config.loss_reduction == "mean":
             raise ConfigError(
-                "loss_fn=None takes the loss that the model computes, which must be a "
+                "loss_fn=None uses the loss that the model computes, which must be a "
                 f"mean over labels or samples, and {own.fault}; if it is a mean, pass "
                 "weight_of=lambda batch: the count that it is a mean over, or "
                 'loss_reduction="sum" if it is divided by a count of the whole step '
@@ -198,7 +198,7 @@ def _checked(
         learning = [n for n, p in loss_fn.named_parameters() if p.requires_grad]
         if learning:
             raise ConfigError(
-                f"loss_fn has parameters that learn ({', '.join(learning[:3])}), which "
+                f"loss_fn has trainable parameters ({', '.join(learning[:3])}), which "
                 "no stage holds: they would be in no state_dict and no norm; make that "
                 "part the last layer, or freeze them with requires_grad_(False)"
             )

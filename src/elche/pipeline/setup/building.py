@@ -1,4 +1,4 @@
-"""The model's layers, and construction of this rank's layers only."""
+"""List of the model's layers, of which each rank builds only its own."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class LayerList:
         names: prefix of each layer's parameters in the model.
         sources: the modules, or their factories.
         unpacks: see `elche.pipeline.stage.Stage`.
-        aliases: the model's names of a layer's parameters and buffers that differ from
-            prefix and own name.
-        state_names: for a split model: every name of its state_dict, with all names of
-            the same tensor.
-        cut_again: for a model that elche cut: makes its layers again from the model's
-            own modules, without some arguments, or with `cache=`; see `cut_model` of
+        aliases: names of a layer's parameters and buffers in the model, where they
+            differ from prefix plus own name.
+        state_names: only for a split model: every name in its state_dict, with all
+            names of the same tensor.
+        cut_again: only for a model that elche cut: function that cuts it again, without
+            some arguments or with `cache=`; see `cut_model` of
             `elche.pipeline.cutting.segments`.
         owners: see `elche.pipeline.setup.pretrained.owners`.
     """
@@ -91,20 +91,20 @@ class LayerList:
         seed: int | None,
         meta: MetaTensors | None = None,
     ) -> dict[int, Layer]:
-        """Builds layers on a device, by index; joins the parameters that they share.
+        """Builds layers on a device, by index; ties the parameters that they share.
 
         Args:
             indices: indices of the layers.
             device: target device.
-            seed: makes every layer independent of where it is built; torch's generators
-                are restored afterwards.
-            meta: makes and initialises tensors of layers on the meta device.
+            seed: seed that makes every layer's values independent of its rank; torch's
+                generators are restored afterwards.
+            meta: makes and initialises the tensors of layers on the meta device.
         """
         ties, meta = self.ties(), meta or MetaTensors()
-        # Afterwards every rank's script draws the same numbers, whatever it built.
+        # Afterwards every rank's script draws the same numbers, for any layers built.
         with random_state.forked([device], enabled=seed is not None):
             built = {at: self._build(at, device, seed, meta) for at in indices}
-        for uses in ties:  # moving separates them, if torch cannot do it in place
+        for uses in ties:  # a move separates them if torch cannot move in place
             here = [(built[at].module, name) for at, name in uses if at in built]
             for module, name in here[1:]:
                 owner, _, own = name.rpartition(".")
@@ -145,9 +145,9 @@ def layers_of(
     Args:
         model: an nn.Sequential, a list of modules or factories of modules, or any
             module with `split` or a sample.
-        split: function from the module to its layers in execution order; they are
-            modules of it, or new modules that hold its parameters.
-        points: split points, instead of `split`.
+        split: function from the module to its layers in execution order: submodules, or
+            new modules that hold the same parameters.
+        points: split points, in place of `split`.
         sample: one microbatch of the input, to trace the module.
     """
     if points is not None and (split is not None or not isinstance(model, nn.Module)):
@@ -158,7 +158,7 @@ def layers_of(
     is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
     again: Callable[[Sequence[str], bool], Sequence[nn.Module]] | None = None
     if points is not None or (split is None and is_plain):
-        # Imports sympy, which no other path needs.
+        # This imports sympy, which no other path needs.
         from elche.pipeline.cutting.segments import cut_model
 
         split = partial(cut_model, points=points, sample=sample)
@@ -194,7 +194,7 @@ def layers_of(
 
 
 def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
-    """Layers that `split` made of a model, checked against the model's tensors."""
+    """Layers returned by `split`, checked against the model's tensors."""
     prefixes = {id(one): name for name, one in model.named_modules()}
     originals: dict[int, str] = {}
     for name, one in _held(model):
@@ -226,7 +226,7 @@ def layers_of_split(model: nn.Module, modules: Sequence[Any]) -> LayerList:
     if left:
         raise ConfigError(
             f"no layer of split holds {', '.join(left[:3])} of the model, which would "
-            "never be trained; add the module that does"
+            "never be trained; add the module that holds it"
         )
     state_names = _names_of_state(model)
     return LayerList(*(tuple(names), tuple(modules), True, tuple(aliases)), state_names)
@@ -252,7 +252,7 @@ def _names_of_state(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def _check_layer(module: nn.Module, index: int | None) -> None:
     """Rejects modules that torch shards, reduces or steps itself, and lazy modules.
 
-    A stage's first batch comes long after its optimizer.
+    A lazy module gets parameters at its first batch, after the optimizer was made.
     """
     where = "the model" if index is None else f"layer {index}"
     named = (*module.named_parameters(), *module.named_buffers())

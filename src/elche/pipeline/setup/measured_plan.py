@@ -70,9 +70,9 @@ def memory_limit(
     Layers already on the device count as free memory: they are part of the plan.
 
     Returns:
-        The limit in the settings; else a fraction of the device's free memory.
-        Infinite on the CPU, whose memory is shared and can be swapped, and where the
-        device does not say.
+        The limit in the settings, else a fraction of the device's free memory. It is
+        infinite if the device does not report memory, and on the CPU, whose memory is
+        shared and can be swapped.
     """
     if config.memory_bytes is not None:
         if len(config.memory_bytes) != placement.world_size:
@@ -105,8 +105,8 @@ def plan_measured(
     """Plan for the measurements of all ranks; the same on every rank.
 
     Returns:
-        The schedule, compute only, in which a rank that would only lengthen the step
-        has no stage; and settings with its partition and costs.
+        The compute-only schedule, and settings with its partition and costs. A rank
+        that would lengthen the step has no stage.
     """
     counts = [len(rows) for rows in by_rank]
     if len(set(counts)) > 1:

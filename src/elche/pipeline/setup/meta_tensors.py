@@ -1,7 +1,7 @@
 """Values of the tensors that a model has on the meta device.
 
-New tensors are blank (NaN, or the largest integer), so that one which nothing has
-computed or loaded is refused by name, and not trained with.
+New tensors are blank (NaN, or the largest integer). An error names a tensor that is
+still blank because nothing has computed or loaded it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Init: TypeAlias = Callable[[Any], object] | Literal["load"] | None
 
 
 class _Slot(NamedTuple):
-    """A tensor's place in a module, its name in the model, and what was there."""
+    """A tensor's place in a module, its name in the model, and its former value."""
 
     module: nn.Module
     own: str
@@ -43,7 +43,7 @@ class _Slot(NamedTuple):
 
 @final
 class MetaTensors:
-    """Tensors of this rank in place of those of the meta device.
+    """Tensors of this rank that replace tensors on the meta device.
 
     Args:
         init: see `elche.pipeline.pipeline_config.PipelineConfig`.
@@ -58,11 +58,11 @@ class MetaTensors:
     def fill(
         self, layer: Layer, device: torch.device, owners: Mapping[int, Any]
     ) -> None:
-        """Makes and initialises a layer's tensors; those with values keep them.
+        """Makes and initialises a layer's tensors; existing values are kept.
 
         Raises:
             ConfigError: a module has no initialisation, or nothing has computed a
-                buffer that no state_dict has.
+                non-persistent buffer.
         """
         init, slots = self._init, self._replace(layer, device)
         made = {id(one) for one in self._made.values()}
@@ -85,17 +85,17 @@ class MetaTensors:
         self._blank += blank
 
     def trouble(self) -> str:
-        """Error text for tensors that still have no values; "" if all have."""
+        """Error text for tensors that still have no values; "" if there are none."""
         self._blank = [one for one in self._blank if self._is_blank(one)]
         return _why(self._blank) if self._blank else ""
 
     def adopt(self, model: nn.Module) -> None:
-        """Gives the model itself the tensors that its layers have got."""
+        """Puts the layers' new tensors into the model itself."""
         self._replace(Layer("", model), None)
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """Context in which an exception puts the tensors of the meta device back."""
+        """Context in which an exception restores the tensors on the meta device."""
         try:
             yield
         except BaseException:
@@ -104,7 +104,7 @@ class MetaTensors:
             raise
 
     def _replace(self, layer: Layer, device: torch.device | None) -> list[_Slot]:
-        """Replaces tensors of the meta device; without a device only known ones."""
+        """Replaces tensors on the meta device; without a device only known ones."""
         found: list[_Slot] = []
         for path, module in layer.module.named_modules():
             held = {**held_parameters(module), **held_buffers(module)}

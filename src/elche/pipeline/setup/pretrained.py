@@ -1,4 +1,4 @@
-"""Models of transformers: their own initialisation, and tried versions."""
+"""Models of transformers: their own initialisation, and the tested versions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 from elche.runtime.process.environment import read_placement
 
 NEWEST_TRIED = (5, 24)
-"""Newest release of transformers that elche's tests have run with."""
+"""Newest release of transformers with which elche was tested."""
 
 logger = logging.getLogger(__name__)
 
 
 def is_pretrained(module: Any) -> bool:
-    """True for a PreTrainedModel of transformers, which is not imported for this."""
+    """True for a PreTrainedModel; does not import transformers."""
     found = sys.modules.get("transformers.modeling_utils")
     return found is not None and isinstance(module, found.PreTrainedModel)
 
@@ -42,13 +42,13 @@ def owners(model: Any, owner: Any = None) -> dict[int, Any]:
 
 @cache
 def log_untried() -> None:
-    """Logs once that the installed transformers is newer than all tried releases."""
+    """Logs once if the installed transformers is newer than all tested releases."""
     version = str(sys.modules["transformers"].__version__)
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers > NEWEST_TRIED and read_placement().rank == 0:
         logger.warning(
-            "transformers %s was never tried with elche, whose tests ran with %s; "
-            "install that one if a model is refused or generates without a cache",
+            "transformers %s was never tried with elche; the newest tested release is "
+            "%s: install it if a model is refused or generates without a cache",
             version,
             ".".join(map(str, NEWEST_TRIED)),
         )

@@ -1,14 +1,14 @@
 """Measured layer times on this rank's device, within a time budget.
 
-A layer is timed as it will run: through
-`elche.pipeline.split_backward.backward.StageBackward`, with deferred weight gradients,
+A layer is timed as it will run, through
+`elche.pipeline.split_backward.backward.StageBackward`: with deferred weight gradients,
 and unsplit. If its weight gradients cannot be deferred, or deferral costs too much, its
-backward runs unsplit. The plan (`elche.pipeline.setup.measured_plan`) then counts all
-of it as I, without W. A layer of known structure and time is not measured again.
+backward runs unsplit. The plan (`elche.pipeline.setup.measured_plan`) then counts the
+whole backward as I. A layer of the same structure as a measured one is not measured.
 
-On the CPU a layer has its CPU time, times the ratio of wall time to CPU time of all
-measurements. A cgroup's quota stops a process for up to 0.1 s at a time: by wall time,
-a layer of a few milliseconds looks as fast as on a whole core, or many times slower.
+On the CPU, a layer's time is its CPU time, scaled by the ratio of wall time to CPU time
+over all measurements. A cgroup's quota stops a process for up to 0.1 s at a time: in
+wall time a layer of a few milliseconds may look many times slower.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from elche.schedule.planning.profile import LayerTimes
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 3.0
-"""Time (s) of all measurements, beyond one microbatch through each layer."""
+"""Time (s) for all measurements, in addition to one microbatch through each layer."""
 SHARERS = 4
-"""Most layers among which the remaining budget is divided: many are alike."""
+"""Most layers that share the remaining budget: many layers are alike."""
 SAME_TIMES = 1.15
-"""Largest ratio of the times of layers that count as equal."""
+"""Largest ratio between times of layers that count as equal."""
 WARM_RUNS = 1
 RUNS = 3
 UNDER_WAY = 4
 """Most microbatches in flight while a layer is timed."""
 MOST_TURNS = 4
 TURNS_BYTES = 64 * 2**20
-"""Most parameter bytes of a layer and its copies that are timed in turn.
+"""Most parameter bytes of a layer and its copies, which are timed in turn.
 
-In a step, the other layers of the stage evict a layer's parameters from the caches.
-Larger parameters do not stay in the caches anyway.
+The copies evict a layer's parameters from the caches, as a stage's other layers do in a
+step. Larger parameters do not stay in the caches anyway.
 """
 MOST_SPLIT_COST = 1.05
 """Largest ratio of F + I + W to F + B at which a layer is still split."""
@@ -67,14 +67,14 @@ _NOTHING = contextlib.nullcontext()
 _PassMessage: TypeAlias = Callable[[Message], None]
 """Function that sends a message to this rank and receives it."""
 _WALL, _CPU, _PARTS = 0, 4, 4
-"""First column of a row's wall and CPU times: F, I, W and one end of a message."""
+"""First column of wall times and of CPU times, each for F, I, W, half a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMeasurement(LayerTimes):
     """Measurements of one layer on one device, for one microbatch.
 
-    An unsplit layer has no W; its I is all of B.
+    An unsplit layer has no W; its I is the whole B.
 
     Attributes:
         activation_bytes: bytes that forward keeps for backward, without parameters.
@@ -96,17 +96,17 @@ def profile_layers(
 ) -> list[LayerMeasurement]:
     """Times forward, input gradient and weight gradient of each layer.
 
-    Takes `BUDGET_S`, and one run of each layer (two of the first one). Layers are
-    copied, or built from their factories, one at a time. Neither modules nor torch's
-    random numbers change, and the device never holds more than one layer, or a few
-    copies of a small one.
+    Takes `BUDGET_S`, plus one run of each layer (two of the first one). Layers are
+    copied, or built from their factories, one at a time: the device never holds more
+    than one layer, or a few copies of a small one. Modules and torch's random numbers
+    do not change.
 
     Args:
         layers: layers of the model.
         sample: one microbatch of the first layer's input.
         device: device to measure on.
-        emulation: speed of an emulated device, for one layer.
-        report: called after each computation with the progress; "" at the end.
+        emulation: speed of an emulated device, per layer.
+        report: callback for the progress after each computation; "" at the end.
     """
     tensors, structure = flatten(as_tensors(sample, "the sample"), "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))
@@ -147,7 +147,7 @@ class _Profiler:
         self._text = f"{index} of {index + rest} layers, {expected_s:.0f} s left"
         structure = _structure(layer.module, given)
         split, row = self._runner(layer, True), tuple([math.inf] * 2 * _PARTS)
-        for probe in range(2):  # the first one warms up, and may be disturbed
+        for probe in range(2):  # the first one warms up and may be disturbed
             saved: dict[int, int] = {}
             again, output = self._timed([split], given, 1, _counting(layer, saved))
             if index == probe == 0:  # torch imports a lot in its first backward
@@ -180,7 +180,7 @@ class _Profiler:
         return output
 
     def result(self) -> list[LayerMeasurement]:
-        """Measurements of the layers, in wall time."""
+        """Measurements of the layers, scaled to wall time."""
         wall_s, cpu_s = (max(_LEAST_S, spent_s) for spent_s in self._spent_s)
         scales = {_WALL: 1.0, _CPU: wall_s / cpu_s}
         return [_scaled(one, scales[clock]) for one, clock in self._found]
@@ -189,7 +189,7 @@ class _Profiler:
         self, layer: Layer, index: int, given: Message, budget_s: float, run_s: float
     ) -> list[tuple[float, ...]]:
         """Times of runs with split and with whole backward, within the budget."""
-        microbatches = max(1, int(budget_s / (2 * RUNS * run_s)))  # of a run
+        microbatches = max(1, int(budget_s / (2 * RUNS * run_s)))  # per run
         under_way = min(UNDER_WAY, microbatches)
         size_bytes = max(1, sum(one.nbytes for one in layer.module.parameters()))
         fitting = min(MOST_TURNS, len(self._layers), TURNS_BYTES // size_bytes)
@@ -231,11 +231,11 @@ class _Profiler:
         under_way: int,
         counting: contextlib.AbstractContextManager[object] = _NOTHING,
     ) -> tuple[tuple[float, ...], Message]:
-        """Mean times of F, I, W and one end of a message; and the output.
+        """Mean times of F, I, W and half a message; and the output.
 
-        As in a step, activations have left the caches before their backward, each
-        forward allocates new memory, and other layers have run since a layer's
-        parameters were read.
+        Conditions are those of a step. Activations have left the caches before their
+        backward, each forward allocates new memory, and other layers have run since a
+        layer's parameters were read.
         """
         for runner in turns:
             runner.begin_step()
@@ -262,7 +262,7 @@ class _Profiler:
                 runner.backward_weight(microbatch)
                 self._lap(took_s, 2, begin)
                 self._report()
-        # CPU time misses the waits of a layer that sleeps: for I/O, for its threads.
+        # CPU time misses the time in which a layer sleeps, for I/O or its threads.
         does_sleep = self._sleeps >= under_way * len(turns)
         laps = zip(chain(*took_s[:_CPU]), chain(*took_s[_CPU:]), strict=True)
         is_coarse = any(wall_s > 0 == cpu_s for wall_s, cpu_s in laps)
@@ -276,14 +276,14 @@ class _Profiler:
         return tuple(map(fmean, took_s)), message
 
     def _now(self) -> tuple[float, float, int]:
-        """Wall and CPU time (s), and sleeps."""
+        """Wall time (s), CPU time (s) and number of sleeps so far."""
         synchronize(self._device)
         return time.perf_counter(), time.thread_time(), _sleeps()
 
     def _lap(
         self, took_s: list[list[float]], part: int, begin: tuple[float, float, int]
     ) -> tuple[float, float, int]:
-        """Adds the times since `begin` to a part of a row; returns the present."""
+        """Adds the times since `begin` to a part of a row; returns the times now."""
         now = self._now()
         took_s[_WALL + part].append(now[0] - begin[0])
         took_s[_CPU + part].append(now[1] - begin[1])
@@ -299,7 +299,7 @@ class _Profiler:
 
 
 def _sleeps() -> int:
-    """Number of times that this thread has waited of its own accord."""
+    """Number of voluntary context switches of this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
@@ -341,7 +341,7 @@ def _measurement(
 
 
 def _structure(module: nn.Module, given: Message) -> object:
-    """Types of a layer's modules, and forms of its input, parameters and buffers."""
+    """Types of a layer's modules; types or shapes of input, parameters and buffers."""
     held = (*module.parameters(), *module.buffers(), *given.tensors)
     return (
         [(type(one), one.training) for one in module.modules()],
@@ -351,7 +351,7 @@ def _structure(module: nn.Module, given: Message) -> object:
 
 @contextlib.contextmanager
 def _message_path(device: torch.device) -> Iterator[_PassMessage | None]:
-    """Path through shared memory from this rank to itself, where ranks have one."""
+    """Shared-memory path from this rank to itself; None if ranks have no such path."""
     into: IncomingMemory | None = None
     with contextlib.ExitStack() as stack:
         if device.type == "cpu" and may_share_memory():
@@ -374,7 +374,7 @@ def _message_path(device: torch.device) -> Iterator[_PassMessage | None]:
 def _counting(
     layer: Layer, saved: dict[int, int]
 ) -> contextlib.AbstractContextManager[object]:
-    """Context in which forward adds the bytes of each storage it saves, by address."""
+    """Context in which forward records the bytes of saved storages, by address."""
     held = (*layer.module.parameters(), *layer.module.buffers())
     own = {one.untyped_storage().data_ptr() for one in held}
 

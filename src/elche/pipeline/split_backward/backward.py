@@ -1,10 +1,10 @@
 """Forward, input gradient and weight gradient of a stage.
 
-The input gradient (I) is an ordinary backward through the stage's graph, in which known
-modules of torch defer their weight gradients
-(`elche.pipeline.split_backward.split_modules`). The weight gradient (W) computes these.
-Gradients that cannot be deferred are computed in I. I and W together do the work of one
-full backward.
+The input gradient (I) is an ordinary backward through the stage's graph, except that
+known modules of torch defer their weight gradients
+(`elche.pipeline.split_backward.split_modules`). The weight gradient (W) computes the
+deferred gradients. Gradients that cannot be deferred are computed in I. Together I and
+W do the work of one full backward.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class _Flight:
 class StageBackward:
     """Runs a stage on microbatches.
 
-    The order of its actions is the schedule's, which `check_schedule` has proven.
+    The schedule gives the order of actions; `check_schedule` has verified it.
 
     Args:
         stage: the stage.
         guard: checks the gradient contributions; None disables the check.
         splits: whether weight gradients may be deferred.
-        emulation: speed of an emulated device, for one layer; None for a real one.
+        emulation: speed of an emulated device, per layer; None for a real device.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StageBackward:
         self._modules = SplitModules(stage.split_modules, self._store)
         self._own = stage.own_backward
         self._splits = splits and self._own is None
-        # A layer may change its input, as nn.ReLU(inplace=True) declares.
+        # A layer may change its input in place, such as nn.ReLU(inplace=True).
         modules = (m for layer in stage.layers for m in layer.module.modules())
         self._copies_input = any(getattr(m, "inplace", False) is True for m in modules)
         self._flights: dict[int, _Flight] = {}
@@ -144,7 +144,7 @@ class StageBackward:
             ) from error
 
     def keep(self, microbatch: int, value: Any) -> Message:
-        """Keeps a forward's outputs for backward; returns the next stage's message."""
+        """Keeps a forward's outputs for backward; returns them as a message."""
         where = f"the output of stage {self.stage.index}"
         tensors, structure = flatten(value, where)
         if not tensors:
@@ -159,7 +159,7 @@ class StageBackward:
     def backward_input(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Computes the gradients of the inputs; see the module.
+        """Computes the gradients of the inputs (I), and those that cannot be deferred.
 
         Args:
             microbatch: index of the microbatch.
@@ -180,7 +180,7 @@ class StageBackward:
             self._autograd(microbatch, flight, gradients)
             found = [one.grad for one in flight.inputs if one.requires_grad]
             flight.inputs, flight.outputs = [], []
-        if flight.emulated_s:  # layers that defer nothing take all of B here
+        if flight.emulated_s:  # without deferred gradients the whole B runs here
             defers = self._own is not None or self._store.waiting_for(microbatch)
             share = len(self.stage.split_modules) / len(self.stage.layers)
             backward_s = (1 - FORWARD_FRACTION) * flight.emulated_s
@@ -204,7 +204,7 @@ class StageBackward:
             self.guard.after_weight(microbatch)
 
     def _emulated_s(self, given: Message) -> float:
-        """Time of forward and backward on the emulated device; 0 on a real one."""
+        """Time (s) of forward and backward on an emulated device; 0 on a real one."""
         if self._emulation is None:
             return 0.0
         pairs = zip(given.tensors, given.needs_grad, strict=True)
@@ -230,7 +230,7 @@ class StageBackward:
             if flight.is_split:
                 self._store.open(microbatch)
             try:
-                with self._deferring(flight):  # checkpointed parts run again
+                with self._deferring(flight):  # activation checkpointing reruns forward
                     torch.autograd.backward(outputs, given)
             finally:
                 self._store.close()
@@ -240,7 +240,7 @@ class StageBackward:
             self.guard.after_backward(microbatch, roots, waiting)
 
     def _deferring(self, flight: _Flight) -> contextlib.AbstractContextManager[None]:
-        """Context in which modules defer weight gradients of a split microbatch."""
+        """Context in which modules defer the weight gradients of a microbatch."""
         if flight.is_split:
             return self._modules.installed()
         return contextlib.nullcontext()

@@ -1,11 +1,11 @@
 """Guard: each parameter gets its gradient once per microbatch, or the step fails.
 
 For every microbatch of a stage the guard tracks which parameters received a
-contribution: their ``grad`` has changed, or is deferred to W. A parameter without one
-is searched in the microbatch's graph. If the stage's outputs depend on it, its gradient
-is lost, which is an error. It is no error without such a dependency (an expert without
-tokens), or if autograd reached it without a gradient (a backward returned None). The
-graph is only walked if a parameter is missing.
+contribution: their ``grad`` has changed, or is deferred to W. If one is missing, the
+guard searches the microbatch's graph for its parameter. It is an error, a lost
+gradient, if the stage's outputs depend on the parameter. It is not an error without
+this dependency (an expert without tokens), or if autograd reached the parameter without
+a gradient (a backward returned None).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elche.torch_internals.held import accumulated_hooks, version
 
 
 class _Came(list[torch.Tensor]):
-    """Parameters that autograd has reached; its ``append`` is the hook (no Python)."""
+    """Parameters reached by autograd; the hook is its ``append`` (no Python code)."""
 
     only_counts = True  # so that this hook does not prevent deferral
 
@@ -62,7 +62,7 @@ class ContributionGuard:
         self._changed()
 
     def begin_backward(self) -> None:
-        """Discards hook calls from outside of a stage's backward."""
+        """Discards hook calls that came from outside the stage's backward."""
         self._came.clear()
 
     def after_backward(
@@ -70,24 +70,24 @@ class ContributionGuard:
     ) -> None:
         """Checks a microbatch after its backward; weight gradients may be deferred.
 
-        `roots` are the autograd nodes of the outputs, `deferred` the weights and biases
-        whose gradient is deferred.
+        `roots` has the autograd nodes of the outputs, `deferred` the weights and biases
+        with deferred gradients.
 
         Raises:
-            ContributionError: a parameter got no gradient though an output depends on
-                it, or more than one.
+            ContributionError: a parameter got several gradients, or none although an
+                output depends on it.
         """
         # The hook also runs if autograd had no gradient to accumulate.
         came = Counter(id(one) for one in self._came)
         twice = [key for key, count in came.items() if count > 1]
         if twice and not any("CheckpointFunction" in n.name() for n in _nodes(roots)):
-            # no reentrant checkpointing, which runs a backward inside of this one
+            # not from reentrant checkpointing, which runs a nested backward
             self._complain(twice, microbatch, "got more than one contribution")
         owed = _leaves(deferred) & self._parameters.keys()
         missing = {
             key
             for key in self._parameters.keys() - self._changed() - owed
-            # Their gradient may have been removed by a user's hook.
+            # A user's hook may have removed the gradient.
             if not (key in came and has_user_hooks(self._parameters[key]))
         }
         lost = missing and missing & _owing(roots, came)
@@ -96,7 +96,7 @@ class ContributionGuard:
         self._owed[microbatch] = owed
 
     def after_own_input(self, microbatch: int) -> None:
-        """Records the weight gradients left to a user's own split backward."""
+        """Records the weight gradients that a user's own split backward left to W."""
         self._owed[microbatch] = self._parameters.keys() - self._changed()
 
     def after_weight(self, microbatch: int) -> None:
@@ -140,7 +140,7 @@ class ContributionGuard:
 
 
 def has_user_hooks(parameter: torch.Tensor) -> bool:
-    """True if other hooks than ours receive a parameter's gradient."""
+    """True if hooks other than elche's receive a parameter's gradient."""
     hooks = (accumulated_hooks(parameter) or {}).values()
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return not all(getattr(owner, "only_counts", False) for owner in owners)
@@ -152,7 +152,7 @@ def _version(parameter: torch.Tensor) -> Any:
 
 
 def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Ids of the parameters behind weights, which may be views of them."""
+    """Ids of the parameters behind weights that may be views."""
     found = set()
     for one in tensors:
         if one.is_leaf:

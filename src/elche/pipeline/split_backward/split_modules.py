@@ -1,10 +1,10 @@
 """Modules of torch whose weight gradients are deferred while their stage runs.
 
-A module is split if it is exactly of a known type with torch's own forward, and holds
-its weights as plain parameters without user hooks. Its forward is then replaced for the
-duration of the stage's run. For everything else (recurrent layers, norms, parametrized,
-pruned or compiled modules, functions of weights outside of modules) autograd computes
-the weight gradients with the input gradient.
+A module is split if its type is exactly a known one, its forward is torch's own, and
+its weights are plain parameters without user hooks. The stage replaces its forward
+while it runs. For everything else (recurrent layers, norms, parametrized, pruned or
+compiled modules, functions of weights outside of modules) autograd computes the weight
+gradients together with the input gradient.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from elche.torch_internals.held import held_parameters, hooks_seen_by
 from elche.torch_internals.passes import attention_with, is_compiled
 
 _Output: TypeAlias = torch.Tensor | None
-"""Output of a deferring forward; None if it cannot defer."""
+"""Output of a deferring forward; None if the forward cannot defer."""
 _Place: TypeAlias = tuple[dict[str, Any], str]
-"""The parameter dict of a module, and a name in it."""
+"""A module's parameter dict, and a name in it."""
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
-"""A linear layer with a transposed weight, in GPT-2."""
+"""Linear layer with a transposed weight, as in GPT-2."""
 _OUT_PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 _IN_PROJECTIONS = (
     *("in_proj_weight", "in_proj_bias"),
@@ -135,7 +135,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., _Output] | None:
 class _Split:
     """Replacement forward of a split module; a copy of it runs the plain forward."""
 
-    __name__ = "forward"  # looked up by a pickled copy of the module
+    __name__ = "forward"  # a pickled copy of the module looks it up
 
     def __init__(
         self,
@@ -231,10 +231,10 @@ class SplitModules:
 
 
 def _weights_of(module: nn.Module) -> list[tuple[_Place, Any]]:
-    """A module's parameters by their places; empty if it is not split.
+    """A module's parameters by their places; empty if the module is not split.
 
-    A parameter must be trainable, and no user hook may depend on its autograd gradient.
-    Hooks of objects with ``only_counts`` are ignored.
+    Parameters must be trainable, without user hooks that depend on their autograd
+    gradient. Hooks of objects with ``only_counts`` are ignored.
     """
     held = held_parameters(module)
     names = ["weight"] if isinstance(module, nn.Embedding) else ["weight", "bias"]
@@ -245,7 +245,7 @@ def _weights_of(module: nn.Module) -> list[tuple[_Place, Any]]:
         places = [(held_parameters(module.out_proj), name) for name in names]
         places += [(held, name) for name in _IN_PROJECTIONS]
     if "forward" in vars(module) or any(name not in all_ for all_, name in places):
-        return []  # a forward or a weight that is not torch's own
+        return []  # the forward or a weight is not torch's own
     weights = [(place, place[0][place[1]]) for place in places]
     given = [(name, one) for (_, name), one in weights if one is not None]
     is_plain = all(
@@ -262,14 +262,14 @@ def _weights_of(module: nn.Module) -> list[tuple[_Place, Any]]:
 
 
 def _hooks_made() -> object:
-    """A value that changes whenever a hook is registered on a tensor or a node."""
+    """Value that changes whenever a hook is registered on a tensor or a node."""
     return getattr(RemovableHandle, "next_id", None) or object()
 
 
 def _hooked(parameter: nn.Parameter) -> bool:
     """True if a user has hooks on a parameter, or on its accumulation node.
 
-    torch only shows hooks to code that registers another one, which takes microseconds.
+    torch shows hooks only to code that registers another one: some microseconds.
     """
     if not parameter.requires_grad:
         return False

@@ -1,10 +1,10 @@
 """Deferred weight gradients of a stage.
 
-:func:`defer` runs an operation as one autograd node, whose backward computes the
-gradient of the activation and keeps the inputs of the weight's gradient. The idea is
-that of zero-bubble pipelines (Qi et al., ICLR 2024). A weight gradient is added to
-``weight.grad`` in one fused product, where autograd computes the product first and then
-adds it.
+:func:`defer` runs an operation as one autograd node. The node's backward computes the
+gradient of the activation, and keeps the inputs of the weight's gradient. The idea is
+that of zero-bubble pipelines (Qi et al., ICLR 2024). One fused product adds a weight
+gradient to ``weight.grad``; autograd would compute the product first and add it
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Views: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 @final
 @dataclass(frozen=True)
 class WeightOperation:
-    """A function of an activation and a weight, linear in each.
+    """Function of an activation and a weight, linear in each.
 
     The weight's gradient only needs the input and the gradient of the output. The
-    formulas are those of autograd's own nodes.
+    formulas are the same as in autograd's own nodes.
 
     Attributes:
         forward: function of the activation, the weight, and the bias or None.
@@ -40,7 +40,7 @@ class WeightOperation:
         weight_gradient: function of the output's gradient, the activation and the
             weight's shape; may return two matrices instead of their product.
         bias_gradient: function of the output's gradient.
-        takes_rows: whether activation and output are matrices, with dimensions
+        takes_rows: whether activation and output are matrices: leading dimensions are
             flattened.
     """
 
@@ -74,7 +74,7 @@ TRANSPOSED_LINEAR = WeightOperation(
 
 @cache
 def embedding(padding_idx: int | None, scale_grad_by_freq: bool) -> WeightOperation:
-    """`F.embedding`, dense: x holds indices, weight [rows, width]."""
+    """`F.embedding` with dense gradients: x has indices, weight is [rows, width]."""
     row = -1 if padding_idx is None else padding_idx
     return WeightOperation(
         forward=lambda x, weight, bias: torch.embedding(
@@ -99,7 +99,7 @@ def convolution(*settings: Any) -> WeightOperation:
     def weight_gradient(
         grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        # Only its shape is read; zero strides avoid an allocation.
+        # Only the weight's shape is read; zero strides avoid an allocation.
         weight = grad.new_zeros(1).expand(shape)
         wanted = (False, True, False)
         made: torch.Tensor = gradients(grad, x, weight, None, *settings, wanted)[1]
@@ -121,12 +121,12 @@ def _none(*_: Any) -> torch.Tensor:
 
 
 class Site(NamedTuple):
-    """One use of a weight, with all inputs of its gradient.
+    """One use of a weight, with all inputs of the weight's gradient.
 
     Attributes:
         operation: the operation.
         weight: the parameter, or a view of it.
-        bias: the bias or a view of it; None without a trainable bias.
+        bias: the bias or a view of it; None if there is no trainable bias.
         x: the input.
         version: version of the input's memory when the output's gradient arrived.
         grad: the gradient of the output.
@@ -141,7 +141,7 @@ class Site(NamedTuple):
 
     @property
     def owed(self) -> list[torch.Tensor]:
-        """Tensors whose gradient is not yet computed."""
+        """Tensors whose gradients are not yet computed."""
         return [one for one in (self.weight, self.bias) if one is not None]
 
 
@@ -177,10 +177,10 @@ class WeightGradients:
         return [one for site in self._waiting.get(microbatch, ()) for one in site.owed]
 
     def compute(self, microbatch: int) -> None:
-        """Computes a microbatch's deferred gradients into ``grad`` of the parameters.
+        """Adds a microbatch's deferred gradients to the parameters' ``grad``.
 
-        The forward's first operation comes first: its output gradient was computed last
-        and may still be in the cache. Each site is dropped as soon as it is done.
+        Starts with the forward's first operation: its output gradient was computed last
+        and may still be in the cache. Drops each site as soon as it is done.
         """
         views: _Views = []
         waiting = self._waiting.pop(microbatch, [])
@@ -259,25 +259,25 @@ def defer(
             used = torch.get_autocast_dtype(kind)
             x = x.to(used)
         elif x.dtype != used:
-            return None  # torch's own error is best
+            return None  # torch's own error is clearer
     is_flat = not operation.takes_rows or x.dim() == 2
     rows = x if is_flat else x.reshape(-1, x.shape[-1])
     made: torch.Tensor = _Deferred.apply(  # type: ignore[no-untyped-call, unused-ignore]
         rows, weight, bias, used, operation, store
     )
-    # Outside of the function: autograd forbids in-place changes of its views.
+    # Not inside the function, where autograd forbids in-place changes of views.
     return made if is_flat else made.view(*x.shape[:-1], made.shape[-1])
 
 
 def _has_device_alone() -> bool:
-    """True if the default device is the only function mode, which is harmless here."""
+    """True if the only function mode is the default device, which is harmless here."""
     return function_modes() == 1 and torch.get_default_device().type != "cpu"
 
 
 class _Deferred(torch.autograd.Function):
-    """An operation in autograd's graph that returns no gradient for its weight.
+    """Operation in autograd's graph that returns no gradient for its weight.
 
-    The weight is an input nevertheless: the output then requires a gradient even if
+    The weight is an input nevertheless. The output then requires a gradient even if
     only the weight does, and the guard finds the weight in the graph.
     """
 
@@ -291,7 +291,7 @@ class _Deferred(torch.autograd.Function):
         operation: WeightOperation,
         store: WeightGradients,
     ) -> torch.Tensor:
-        # Detached: a later ``weight.data = ...`` does not change what is saved.
+        # Detached: a later ``weight.data = ...`` does not change the saved tensor.
         used = weight.detach().to(dtype)
         ctx.save_for_backward(x, used)
         ctx.set_materialize_grads(False)
@@ -314,7 +314,7 @@ class _Deferred(torch.autograd.Function):
         except RuntimeError:  # called by `torch.autograd.grad`
             raise _differentiates_inside() from None
         if is_wanted:
-            kept = x.detach()  # without the graph behind it
+            kept = x.detach()  # releases the graph behind it
             site = Site(operation, ctx.weight, ctx.bias, kept, version(kept), grad)
             ctx.owed = site.owed
             ctx.store.add(site)

@@ -1,8 +1,7 @@
 """Executor of one rank's part of a lowered schedule.
 
-It runs the actions in the given order: the schedule decides what runs when. The
-transport receives messages; the executor only waits for a message that a computation
-needs.
+It runs the actions in the schedule's order. The transport receives messages in the
+background; the executor only waits for a message when a computation needs it.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ class StepInput:
         inputs: input of each microbatch, on the rank of the first stage.
         targets: target of each microbatch, on the rank of the last stage.
         keywords: arguments of each microbatch for the layers of this rank.
-        weights: weight of each microbatch's loss in the step's loss, loss scale
-            included.
+        weights: weight of each microbatch's loss in the step's loss, including the loss
+            scale.
         input_gradients: whether to return the gradients of the inputs.
-        keeps_outputs: whether to return the outputs in training.
-        microbatches: number of microbatches with samples; None for all of the
-            schedule's.
+        keeps_outputs: whether training also returns the outputs.
+        microbatches: number of microbatches with samples; None means all in the
+            schedule.
         timeout_s: deadline (s) of each wait.
-        caches: caches of this rank's layers, in generation; None runs them without.
+        caches: caches of this rank's layers during generation; None means no caches.
     """
 
     inputs: Sequence[Any] = ()
@@ -63,8 +62,8 @@ class StepResults:
 
     Attributes:
         losses: unweighted losses by microbatch, on the rank of the last stage.
-        outputs: outputs by microbatch, on the rank of the last stage, in evaluation
-            and where a step keeps them.
+        outputs: outputs by microbatch, on the rank of the last stage; only in
+            evaluation, and in steps with `keeps_outputs`.
         input_gradients: gradients by microbatch, one per input tensor that can have
             one; on the rank of the first stage.
     """
@@ -87,7 +86,7 @@ class Executor:
         loss_fn: function of output and target; called on the last stage.
         device: this rank's device.
         trace: actions of the last step, with begin and end (time.monotonic()).
-        after_stage: called in training with each stage whose gradients are complete.
+        after_stage: callback in training for each stage with complete gradients.
     """
 
     rank: int
@@ -128,10 +127,10 @@ class Executor:
     def _carry_out(self, run: _Run, actions: Sequence[StageAction]) -> None:
         """Runs actions, except those of microbatches without samples in this step.
 
-        The remaining actions keep their order, and sends are dropped together with
-        their receives, so they cannot deadlock if the complete list does not. Stages
-        are reported complete at their positions in the complete list, in whose order
-        replicas sum.
+        This cannot deadlock if the complete list does not: the remaining actions keep
+        their order, and sends are dropped together with their receives. Stages are
+        reported complete at their positions in the complete list, because replicas sum
+        in that order.
         """
         self.trace = []
         count = run.given.microbatches
@@ -147,7 +146,7 @@ class Executor:
             self.transport.flush(run.given.timeout_s)
 
     def address(self, one: StageAction) -> Address:
-        """Target of a send, or source of a receive."""
+        """Destination of a send, or source of a receive."""
         forwards = one.kind in (Kind.SEND_F, Kind.RECV_F)
         sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
         other = one.stage + (1 if forwards == sends else -1)
@@ -183,8 +182,8 @@ class Executor:
 def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
     """Stages whose gradients are complete, by position in the actions.
 
-    The position is after a stage's last backward and the messages that follow it, for
-    which other ranks wait.
+    The position is after a stage's last backward and after the messages that follow it,
+    because other ranks wait for those.
     """
     last = {
         one.stage: place
@@ -200,7 +199,7 @@ def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
 
 
 def _zero(value: Any, loss: torch.Tensor) -> torch.Tensor:
-    """A loss of zero with gradients of zero, in place of 0 x NaN."""
+    """Loss of zero with zero gradients; 0 * NaN would be NaN."""
     tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
     parts = [one.reshape(-1)[:0].sum() for one in tensors if one.requires_grad]
     return sum((one.to(loss.dtype) for one in parts), loss.detach().new_zeros(()))
@@ -223,7 +222,7 @@ class _Run:
         self._outgoing: dict[tuple[int, int, int], Message] = {}
 
     def do(self, one: StageAction) -> None:
-        """Carries out one action."""
+        """Executes one action."""
         kind = one.kind
         if kind is Kind.FORWARD:
             self._forward(one)
@@ -277,8 +276,8 @@ class _Run:
         if not loss.requires_grad:
             raise ConfigError(
                 f"the loss of microbatch {microbatch} depends on no parameter that "
-                "requires a gradient; expected loss_fn to return what it computed from "
-                "the output, not detached, and layers that learn"
+                "requires a gradient; expected trainable layers, and a loss_fn that "
+                "does not detach the output"
             )
         if not self.given.weights[microbatch]:
             loss = _zero(value, loss)

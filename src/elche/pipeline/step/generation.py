@@ -1,7 +1,7 @@
 """Generation of tokens with a causal model in stages.
 
-With caches of keys and values only the new position is sent per token, else the whole
-sequence.
+With caches of keys and values, each token sends only the new position through the
+stages; without caches, the whole sequence.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from elche.pipeline.trees import as_tensors, flatten, map_tensors
 Choose = Callable[[torch.Tensor], torch.Tensor]
 BatchOf = Callable[[torch.Tensor], Any]
 PROVEN_AFTER = 3
-"""Tokens to check: after the prompt, after a cached prompt, and once more."""
+"""Number of checked tokens: after the prompt, after a cached prompt, and once more."""
 WHOLE_ARGUMENT = "attention_mask"
-"""Argument of the model that also covers the cached positions."""
+"""Argument of the model that includes the cached positions."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ class Generation:
         self._fixed: set[int] = set()
 
     def run(self) -> torch.Tensor:
-        """Appends tokens to those of the first stage's rank; call it on all ranks."""
+        """Appends tokens to the tokens of the first stage's rank; call on all ranks."""
         if self.stepping.groups.are_several:
             raise ConfigError(
-                "generate runs one pipeline, and this one has replicas; load its "
-                "state_dict into a Pipeline without them"
+                "generate does not support replicas; load this pipeline's "
+                "state_dict into a Pipeline without replicas"
             )
         made, end_token = self._begin(), self.end_token
         ended = torch.zeros(len(made), dtype=torch.bool, device="cpu")
@@ -80,7 +80,7 @@ class Generation:
         return made
 
     def _begin(self) -> torch.Tensor:
-        """Agrees on the settings with all ranks, and returns the tokens to continue."""
+        """Agrees on the settings with all ranks; returns the tokens to continue."""
         first = self.stepping.parts.plan.schedule.placement[0]
 
         def prompt() -> list[Any]:
@@ -115,7 +115,7 @@ class Generation:
         return _tokens(listed)
 
     def _refuse(self, reason: str) -> None:
-        """Disables caches from now on, if there is a reason; logs it once."""
+        """Disables caches from now on if `reason` is not empty; logs it once."""
         if reason and not self._variants.refused:
             self._variants.refused = reason
             if self.stepping.parts.is_first:
@@ -166,10 +166,10 @@ class Generation:
         return self._prove(found, self.stepping.evaluate(call).outputs)
 
     def _prove(self, found: Any, wanted: Any) -> Any:
-        """Compares the logits with those of an uncached run, and returns the latter.
+        """Compares cached logits with those of an uncached run; returns the latter.
 
-        A layer that mixes positions without a cache, or a position counted from the
-        first new token, would silently change the tokens.
+        Two faults would otherwise change tokens silently: a layer that mixes positions
+        without a cache, and positions counted from the first new token.
         """
 
         def compare() -> str:
@@ -177,7 +177,7 @@ class Generation:
                 return ""
             logits = _last_logits(wanted)
             apart = _distance(_last_logits(found), logits)
-            if apart <= torch.finfo(logits.dtype).eps ** 0.4:  # rounding alone
+            if apart <= torch.finfo(logits.dtype).eps ** 0.4:  # rounding error
                 return ""
             return f"its layers' caches change the logits (by {apart:.1e})"
 
@@ -197,7 +197,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _behind(batch: Any, shape: Sequence[int], done: int, fixed: set[int]) -> Any:
-    """Part of a model's input for the new positions, after `done` cached ones."""
+    """A model's input for the new positions only, after `done` cached ones."""
     places = itertools.count()
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ def _behind(batch: Any, shape: Sequence[int], done: int, fixed: set[int]) -> Any
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Distance of two logits, relative to the second; -inf in both counts as equal."""
+    """Distance of logits, relative to `wanted`; -inf in both counts as equal."""
     found, wanted = found.double().cpu(), wanted.double().cpu()
     is_ruled_out = torch.isneginf(found) & torch.isneginf(wanted)
     found, wanted = (one.masked_fill(is_ruled_out, 0.0) for one in (found, wanted))

@@ -1,4 +1,4 @@
-"""Global gradient operations over all stages: norm and finiteness."""
+"""Gradient operations over all stages: norm and finiteness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elche.pipeline.step.inputs import number_of, scale_of
 
 
 def refuse_norm_of_rank(frame: FrameType | None) -> None:
-    """Raises ConfigError if torch's `clip_grad_norm_` runs this generator's frame."""
+    """Raises ConfigError if torch's `clip_grad_norm_` is the caller in this frame."""
     code = frame.f_back.f_code if frame is not None and frame.f_back else None
     if code is inspect.unwrap(nn.utils.clip_grad_norm_).__code__:
         raise ConfigError(
@@ -35,8 +35,8 @@ def clip_norm(
 ) -> float:
     """Implements `Pipeline.clip_grad_norm_`, which all ranks call together.
 
-    `copies` are ids of shared parameters that another rank counts. After an error
-    nothing has changed.
+    `copies` has the ids of shared parameters that another rank counts. An error leaves
+    all gradients unchanged.
     """
     mine = [one for one in parameters if one.grad is not None]
 
@@ -55,7 +55,7 @@ def clip_norm(
     most = common([one for one, _ in reports], "max_norm")
     norm = math.sqrt(math.fsum(squares for _, squares in reports))
     scale = most / (norm + 1e-6)
-    if not scale >= 1.0:  # as in torch, a NaN norm makes all gradients NaN
+    if not scale >= 1.0:  # a NaN norm makes all gradients NaN, as in torch
         for one in mine:
             if one.grad is not None:
                 one.grad.mul_(scale)
@@ -70,7 +70,7 @@ def unscale(
 ) -> bool:
     """Implements `Pipeline.unscale_`, which all ranks call together.
 
-    After an error nothing has changed.
+    An error leaves all gradients unchanged.
     """
     if isinstance(loss_scale, torch.amp.GradScaler):
         given = only_optimizer(optimizer)
@@ -90,13 +90,13 @@ def _unscale_by(
     parameters: Iterable[nn.Parameter],
     communicator: PipelineCommunicator,
 ) -> bool:
-    """Unscales by a GradScaler; returns whether the gradients of all ranks are finite.
+    """Unscales by a GradScaler; returns True if the gradients of all ranks are finite.
 
     If only other ranks have non-finite gradients, this rank sets its first gradient to
-    infinity. Its scaler then skips the step as well, and all scales stay equal.
+    infinity. Its scaler then also skips the step, and all ranks' scales stay equal.
     """
     parameters = list(parameters)
-    if all(one.grad is None for one in parameters):  # the scaler asserts that there is
+    if all(one.grad is None for one in parameters):  # the scaler requires a gradient
         for one in parameters:
             one.grad = torch.zeros_like(one.data)
     gradients = [one.grad for one in parameters if one.grad is not None]

@@ -1,7 +1,7 @@
 """Inputs of a step or an evaluation: read, checked and cut.
 
-Each rank reads its own part and reports it to the others before anything runs, so
-that an error in one part is raised on all ranks.
+Before anything runs, each rank reads its own part and reports it to the others. So an
+error in one part is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Call:
 
     Attributes:
         what: name of the method.
-        make_batch: makes the batch on the rank that reads it; an error is reported to
-            the other ranks.
+        make_batch: function that makes the batch on the rank that reads it; its errors
+            are reported to the other ranks.
     """
 
     what: str
@@ -56,16 +56,16 @@ class InputReport:
     """A rank's report to the others about its part of a call.
 
     Attributes:
-        samples: samples of the batch, on the rank that reads it.
-        targets: samples of the target, on the rank that reads it; -1 if they cannot be
-            counted.
+        samples: number of the batch's samples, on the rank that reads it.
+        targets: number of the target's samples, on the rank that reads it; -1 if
+            unknown.
         loss_scale: loss scale of the call.
-        keywords: whether a layer of the rank may accept each given keyword, by name.
+        keywords: for each given keyword, whether a layer of the rank may accept it.
         outputs: ranks that receive the outputs; None for none.
-        batch: fingerprint of the given batch, in the first steps.
-        omitted: arguments of the model that the sample has and the batch leaves out.
+        batch: fingerprint of the given batch, only in the first steps.
+        omitted: arguments of the model that the sample has and the batch omits.
         weights: see `elche.pipeline.step.microbatches.Microbatches.weigh`.
-        is_uneven: likewise.
+        is_uneven: see `Microbatches.weigh`.
         shapes: see `Microbatches.shapes`.
     """
 
@@ -82,7 +82,7 @@ class InputReport:
 
 
 def _part(call: Call, cutter: Microbatches, groups: ReplicaGroups, rank: int) -> Call:
-    """This replica's part of a call that was given the batch of all replicas."""
+    """This replica's part of a call whose batch is that of all replicas."""
     roles = {"batch": call.batch, "target": call.target, "keywords": call.keywords}
     given = {
         role: as_tensors(one, f"the {role} on rank {rank}", is_cut=False)
@@ -109,10 +109,10 @@ def read_call(
     groups: ReplicaGroups,
     compares: bool,
 ) -> tuple[InputReport, Given]:
-    """Reads the part of a call that this rank needs; and the report of it.
+    """Reads this rank's part of a call; returns the report of it, and the values.
 
-    Other replicas may have a batch where this one has none. Values are on this
-    rank's device.
+    This replica may have no batch while others have one. The values are on this rank's
+    device.
     """
     what, rank, may_rest = call.what, parts.rank, groups.are_several
     splits, whole = may_rest and parts.given.config.split_batches, call.batch
@@ -132,7 +132,7 @@ def read_call(
     is_own = isinstance(parts.given.loss_fn, OwnLoss)
     if is_own and call.target is not None:
         raise ConfigError(
-            f"{what} was given a target on rank {rank}, and loss_fn=None takes the "
+            f"{what} was given a target on rank {rank}, but loss_fn=None uses the "
             "model's own loss; give the labels in the batch alone"
         )
     if parts.is_last and call.target is not None:
@@ -180,15 +180,15 @@ def _read_batch(call: Call, parts: Parts, may_rest: bool) -> tuple[Any, list[str
     omitted = parts.omitted_by(batch, call.keywords)
     if omitted and what == "step":
         raise ConfigError(
-            f"the sample has the model's argument {omitted[0]}, but the batch of "
-            "step has not; give it, or cut with a sample without it (evaluate and "
+            f"the batch of step lacks the model's argument {omitted[0]}, which the "
+            "sample has; give it, or cut with a sample without it (evaluate and "
             "generate run without it)"
         )
     return batch, omitted
 
 
 def scale_of(loss_scale: Any) -> float:
-    """Returns a loss scale as a float; ConfigError unless finite and above 0."""
+    """Returns a loss scale as a float; raises ConfigError unless finite and above 0."""
     found = number_of(loss_scale, "loss_scale")
     if not 0 < found < math.inf:
         raise ConfigError(f"expected a finite loss_scale above 0, got {loss_scale!r}")
@@ -196,7 +196,7 @@ def scale_of(loss_scale: Any) -> float:
 
 
 def number_of(value: Any, name: str) -> float:
-    """Returns a number or a tensor of one as a float; else raises ConfigError."""
+    """Returns a number or one-element tensor as a float; else raises ConfigError."""
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -214,7 +214,7 @@ def check_reports(
     """Compares the reports of all ranks; raises the same error on all of them.
 
     Returns:
-        The model's arguments that the batches leave out.
+        The model's arguments that the batches omit.
     """
     common([one.loss_scale for one in reports], "loss_scale")
     wanted = common([one.outputs for one in reports], "choice of outputs")
@@ -234,7 +234,7 @@ def check_reports(
                     "on every rank whose layers take it"
                 )
             lack = [r for r in members if r not in have and name in named[r]]
-            if lack:  # in one process all layers that name a keyword would receive it
+            if lack:  # one process would pass the keyword to all layers that name it
                 raise ConfigError(
                     f"{what} was given the keyword {name!r} on "
                     f"{named_ranks(have)}, but not on {named_ranks(lack)}, whose "
@@ -249,16 +249,16 @@ def warn_of_other_batch(
 ) -> None:
     """Warns if the first and the last stage's rank were given different batches.
 
-    Loaders that shuffle differently on two ranks would silently train on wrong pairs.
-    It is only a warning: augmentation may differ between two ranks that have the same
+    If loaders shuffle differently on the two ranks, training silently uses wrong pairs.
+    This is only a warning, because augmentation may differ between ranks with the same
     samples.
     """
     if parts.given.config.split_batches and groups.are_several:
         other = [r for r, one in enumerate(reports) if one.batch != reports[0].batch]
         if other and parts.rank == 0:
             logger.warning(
-                "another batch was given to %s than to rank 0, and each replica takes "
-                "its part of its own (split_batches=True): samples may count twice or "
+                "%s and rank 0 were given different batches, and each replica cuts its "
+                "part from its own (split_batches=True): samples may count twice or "
                 "never; seed the sampler alike on all ranks (generator=)",
                 named_ranks(other),
             )

@@ -1,7 +1,7 @@
-"""Cut of a call's values into microbatches, and the microbatches' weights in means.
+"""Cuts a call's values into microbatches, and weighs the microbatches' losses.
 
-A value with a row per sample is cut along its first dimension. A trace knows these
-values; for layers by hand the first call with several samples decides, by name.
+A value with a row per sample is cut along its first dimension. A trace identifies these
+values by name; without a trace the first call with several samples does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Given = Mapping[str, Any]
 
 @final
 class Microbatches:
-    """Cuts the values of calls, and weighs their microbatches.
+    """Cuts the values of calls into microbatches, and weighs them.
 
     Args:
         parts: this rank's stages and plan.
@@ -46,9 +46,9 @@ class Microbatches:
         return split_batch(value, sizes, whole, _prefix(role))
 
     def shapes(self, given: Given) -> dict[str, Sequence[int]]:
-        """Shape of the first tensor of each value; () where the trace knows it.
+        """Shape of each value's first tensor, by name; () if its cut is known.
 
-        The batch's first tensor is named ``""``, and its values are known.
+        The batch's first tensor is also listed as ``""``.
         """
         found: dict[str, Sequence[int]] = {}
         for role in _ROLES:
@@ -66,7 +66,7 @@ class Microbatches:
         """Decides which values of a call have a row per sample, equally on all ranks.
 
         Args:
-            by_rank: what `shapes` returned on the ranks of one replica.
+            by_rank: results of `shapes` on the ranks of one replica.
             checks_names: whether `whole` may only name values of this call.
         """
         batch = next((one[""] for one in by_rank if "" in one), None)
@@ -104,11 +104,11 @@ class Microbatches:
         self._is_cut.setdefault(name, follows)
 
     def weigh(self, given: Given) -> tuple[list[float] | None, bool]:
-        """Weights of the microbatches of which this rank reads what is weighed.
+        """Weights of the microbatches, on the rank that reads the values to weigh.
 
         Returns:
-            The weights; None for samples, and on other ranks. True if microbatches are
-            weighted by samples, and have unequal shares of ignored targets.
+            The weights; None on other ranks, and if samples are the weights. The second
+            value is True if samples are the weights and their ignored shares differ.
         """
         loss_fn, weight_of = self._parts.given.loss_fn, self._config.weight_of
         if self._config.loss_reduction == "sum":
@@ -130,7 +130,7 @@ class Microbatches:
         return None, weight_of is None and any(uneven)
 
     def _cut(self, value: Any, role: str) -> list[Any]:
-        """Microbatches of a value, by its own number of samples."""
+        """Cuts a value into microbatches by its own number of samples."""
         samples, most = batch_samples(value), self._parts.plan.schedule.num_microbatches
         sizes = microbatch_sizes(samples, None, most) if samples else []
         return self.split(value, role, sizes)
@@ -141,7 +141,7 @@ def _prefix(role: str) -> str:
 
 
 def _ignored(microbatch: Any) -> float:
-    """Ignored targets per sample."""
+    """Number of ignored targets per sample."""
     tensors = [one for _, one in named_tensors(microbatch) if one.dtype == torch.int64]
     ignored = sum(int((one == IGNORED).sum()) for one in tensors)
     return ignored / (batch_samples(microbatch) or 1)

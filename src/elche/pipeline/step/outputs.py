@@ -20,11 +20,11 @@ class StepOutput:
     Attributes:
         loss: loss of the whole batch, under the configured reduction; on every rank.
         losses: unweighted loss of each microbatch with samples; on every rank.
-        input_gradients: gradients of the batch's floating point tensors in order, if
-            requested, on the rank of the first stage; None where the loss is
-            independent.
-        outputs: outputs of the last layer for the whole batch, detached, on the ranks
-            that requested them; None elsewhere.
+        input_gradients: if requested, gradients of the batch's floating-point tensors
+            in order, on the rank of the first stage; None for a tensor without effect
+            on the loss.
+        outputs: detached outputs of the last layer for the whole batch, on the
+            requested ranks; None elsewhere.
     """
 
     loss: float
@@ -39,8 +39,8 @@ class EvaluationOutput:
 
     Attributes:
         loss: loss of the whole batch; None without a target.
-        outputs: outputs of the last layer for the whole batch, on the ranks that
-            requested them; None elsewhere. A model's own mapping types become dicts.
+        outputs: outputs of the last layer for the whole batch, on the requested ranks;
+            None elsewhere. A model's own mapping types become dicts.
     """
 
     loss: float | None
@@ -48,10 +48,10 @@ class EvaluationOutput:
 
 
 def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
-    """Samples of each microbatch; they differ by at most one.
+    """Number of samples of each microbatch; these differ by at most one.
 
-    With fewer samples than `count` each is its own microbatch. `labelled` is the number
-    of the target's samples, if known.
+    With fewer samples than `count`, each sample is a microbatch. `labelled` is the
+    target's number of samples, if known.
     """
     if total < 1:
         raise ConfigError("the batch has no samples; leave empty batches out")

@@ -55,8 +55,8 @@ class Stepping:
         parts: this rank's stages and plan.
         config: the settings, including measured ones.
         passes: this rank's passes over the loader.
-        replicas: all replicas, from this rank's point of view.
-        variants: executors of the layers, also without arguments or with caches.
+        replicas: all replicas, as this rank uses them.
+        variants: executors of the layers, and of their variants.
         steps: number of steps so far, including those before a resume.
     """
 
@@ -70,7 +70,7 @@ class Stepping:
         self.passes, self.config = LoaderPasses(), parts.given.config
         self._is_warned = False
         self.steps = 0
-        self._cutter = Microbatches(parts)  # remembers which values it cuts
+        self._cutter = Microbatches(parts)  # stores the decisions on values to cut
         self._connect(groups, parts, are_equal=False)
 
     def _connect(self, groups: ReplicaGroups, parts: Parts, are_equal: bool) -> None:
@@ -124,13 +124,13 @@ class Stepping:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             for module, name, buffer, value in buffers:
-                setattr(module, name, buffer.copy_(value))  # or it was replaced
+                setattr(module, name, buffer.copy_(value))  # may have been replaced
             return self._step(call)
 
         return self.communicator.surviving(step)
 
     def _step(self, call: Call) -> StepOutput:
-        # Those of the step's begin: a replica may be lost in its last exchange.
+        # From the step's start, since a replica may be lost in its last exchange.
         replicas, train = self.replicas, self.parts.executor.train
         given, shares, _ = self._begin(call)
         asked = self._input(
@@ -150,7 +150,7 @@ class Stepping:
             outputs.append(self._outputs(results, shares, call.outputs))
             return results
 
-        # Nothing is sent after it, so that a rank that repeats the step has not ended.
+        # Nothing is sent afterwards: a rank that repeats the step has not finished it.
         results, gathered, wants_cut = self.communicator.run(
             carry_out, self.passes.pauses.wants_cut
         )
@@ -171,7 +171,7 @@ class Stepping:
     def evaluate(
         self, call: Call, caches: LayerCaches | None = None
     ) -> EvaluationOutput:
-        """Runs forward only, over averaged buffers; with caches in a generation."""
+        """Runs forward only, with averaged buffers; in generation with caches."""
         self.communicator.check_open()
         given, shares, omitted = self._begin(call)
         executor = self.variants.executor(omitted, caches is not None)
@@ -192,7 +192,7 @@ class Stepping:
     def _outputs(
         self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks | None
     ) -> Any:
-        """This replica's outputs, on the ranks that receive them; else None."""
+        """This replica's outputs, on the requested ranks; None elsewhere."""
         peers, members = self.communicator.peers, self.groups.members
         if wanted is None or not shares.mine:
             return None
@@ -217,7 +217,7 @@ class Stepping:
         return outputs if peers.rank in to else None
 
     def _begin(self, call: Call) -> tuple[Given, ReplicaShares, Sequence[str]]:
-        """Agrees with all ranks on the call: input, shares, and omitted arguments."""
+        """Agrees on the call with all ranks: input, shares, and omitted arguments."""
         is_step = call.what == "step"
         compares = is_step and self.steps < COMPARED_STEPS
         read: list[tuple[InputReport, Given]] = []

@@ -1,7 +1,7 @@
-"""Layers of a cut model that are cut again: without arguments, or with caches.
+"""Variants of a cut model's layers: without some arguments, or with caches.
 
-Both change the code between the model's submodules, and neither the submodules nor the
-cuts. The variants serve evaluation and generation.
+A variant changes the code between the model's submodules, but neither the submodules
+nor the cuts. Variants are used in evaluation and generation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from elche.pipeline.step.executor import Executor
 
 @final
 class CutVariants:
-    """Executors of this rank's layers and of their variants, made when first needed.
+    """Executors of this rank's layers and of their variants, built on first use.
 
     Attributes:
         proven: kinds of input for which caches reproduced the logits of uncached runs;
-            the same on all ranks, as the next one.
-        refused: why the pipeline generates without caches; "" if it uses them.
+            the same on all ranks.
+        refused: reason for not using caches, or ""; the same on all ranks.
     """
 
     def __init__(self, parts: Parts, communicator: PipelineCommunicator) -> None:
@@ -40,7 +40,7 @@ class CutVariants:
     def executor(self, omitted: Sequence[str], has_cache: bool) -> Executor:
         """Executor of a variant; call it on all ranks with the same arguments.
 
-        `omitted` are the arguments of the sample that the batch does not have.
+        `omitted` has the arguments of the sample that the batch omits.
         """
         key = tuple(omitted), has_cache
         if key not in self._made:
@@ -49,7 +49,7 @@ class CutVariants:
         return self._made[key]
 
     def offer(self, omitted: Sequence[str]) -> tuple[bool, str]:
-        """True if a layer of this rank accepts a cache, and the error in finding out.
+        """True if a layer of this rank accepts a cache; and the error of the check.
 
         Cuts the model again, which may take seconds.
         """
@@ -57,7 +57,7 @@ class CutVariants:
         try:
             if key not in self._made:
                 self._make(*key)
-        except Exception as error:  # without a cache generation is slow, not wrong
+        except Exception as error:  # without caches generation is slow but correct
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             return False, f"{kind}{error}"
         stages = [one.stage for one in self._made[key].stages.values()]

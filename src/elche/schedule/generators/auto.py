@@ -1,10 +1,10 @@
 """`auto`: the schedule of least makespan for measured costs and memory limits.
 
-Times every published schedule that is defined for the placement and fits the memory;
-then list schedules. The best of them is tried with every W moved into gaps, and with B
-in place of I and W on stages where B is cheaper. The best result is improved along its
-critical path. The effort depends on the number of actions, never on a clock, so that
-all ranks find the same schedule. The search stops when the busiest rank never waits.
+The search times every published schedule that suits the placement and the memory, then
+list schedules. It varies the best of them: every W moved into gaps, or B in place of I
+and W on stages where B is cheaper. It improves the best result along its
+critical path, and stops when the busiest rank never waits. The effort depends on the
+number of actions, never on a clock, so that all ranks find the same schedule.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def auto_placed(
     memory: float | None = None,
     most_stages: int = 2,
 ) -> tuple[Schedule, PipelineCosts]:
-    """Schedule of least makespan over equal ranks, over several placements.
+    """Schedule of least makespan on equal ranks, among several placements.
 
-    Two stages per rank, in a loop or in V placement, are always tried; up to
-    `most_stages` shorten bubbles, and send more messages. Without `memory`, in units
-    per rank, there is no limit.
+    Always tries two stages per rank, in loop and in V placement. More stages, up to
+    `most_stages`, shorten bubbles but send more messages. `memory` limits each rank's
+    units of memory; None means no limit.
 
     Returns:
         The schedule and the costs in its placement.
@@ -161,7 +161,7 @@ class _Search:
     def _place(
         self, name: str, orders: Rows, limits: Sequence[float] | None = None
     ) -> None:
-        """Offers a schedule with every W moved into gaps."""
+        """Moves every W of a schedule into gaps; keeps the result if it is the best."""
         self.left -= sum(map(len, orders))
         table, most = self.table, self.makespan
         rows = list_schedule(table, self.count, most, orders=orders, limits=limits)
@@ -170,7 +170,7 @@ class _Search:
     def _list(
         self, patience: float = 1.0, merged: frozenset[int] = frozenset()
     ) -> None:
-        """Offers a list schedule."""
+        """Builds a list schedule, and keeps it if it is the best so far."""
         self.left -= 3 * self.table.num_stages * self.count
         rows = list_schedule(self.table, self.count, self.makespan, patience, merged)
         self._offer("list", rows)
@@ -179,7 +179,7 @@ class _Search:
         return self.makespan <= self.bound * (1 + _TOLERANCE)
 
     def _variants(self) -> Iterator[None]:
-        """Offers unpublished schedules, one after another."""
+        """Tries unpublished schedules, one per iteration."""
         ranks = self.table.num_ranks
         for patience in (1.0, 0.5):
             self._list(patience)
@@ -208,7 +208,7 @@ class _Search:
 
 
 def merged(rows: Rows, stages: frozenset[int] | set[int], count: int) -> Rows:
-    """Replaces I by B, and drops W, on given stages."""
+    """Replaces I by B, and drops W, on the given stages."""
 
     def is_merged(code: int) -> bool:
         return (code >> 3) // count in stages

@@ -1,8 +1,8 @@
 """Local improvement of a schedule along its critical path.
 
 The move is the classic one of job-shop scheduling (Nowicki and Smutnicki 1996). It
-swaps two neighbours on a rank, both on the critical path, if the later action's input
-was ready before the earlier one began.
+swaps two adjacent actions of a rank on the critical path, if the later one's input was
+ready before the earlier one began.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _swaps(
         source = ready[rank][position]
         if position and source[0] < start - _TOLERANCE * (1 + start):
             before = rows[rank][position - 1]
-            # Never F and its I, nor I and its W.
+            # Never swap F with its I, or I with its W.
             may_swap = before >> 3 != code >> 3 and before & 7 != code & 7
             if source[0] <= starts[rank][position - 1] and may_swap:
                 yield rank, position
@@ -84,7 +84,7 @@ def _swaps(
 def _ready_times(
     rows: Rows, starts: list[list[float]], table: CostTable, count: int
 ) -> tuple[list[list[tuple[float, int]]], dict[int, tuple[int, int]]]:
-    """Arrival and source (index * 2 + is_backward) of each input; places of sources."""
+    """Arrival and source (index * 2 + is_backward) per input; place of each source."""
     place: dict[int, tuple[int, int]] = {}
     ends: dict[int, float] = {}
     for rank, (row, begun) in enumerate(zip(rows, starts, strict=True)):

@@ -7,11 +7,10 @@ stages, in any placement, and the objective is the makespan.
 
 No choice can deadlock on memory: a forward must leave room for its microbatch in the
 later stages of its rank. So the oldest unfinished microbatch can always proceed. A
-rank's memory only contains microbatches of earlier stages, which left that room, and
-microbatches whose W can run and free it.
+rank's memory holds only two kinds of microbatches: those of earlier stages, which left
+that room, and those whose W can run and free their memory.
 
-A schedule is abandoned as soon as a rank's waits so far and all its work exceed a known
-makespan.
+The search drops a schedule once a rank's work and waits so far exceed a known makespan.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ index, the link time, and the waiting code's rank."""
 
 
 class _ListScheduler:
-    """A schedule under construction; see `list_schedule`."""
+    """Schedule under construction; see `list_schedule`."""
 
     def __init__(
         self,
@@ -100,10 +99,10 @@ class _ListScheduler:
     def _executor(
         self, heap: list[tuple[float, int]], wake_at: list[float], slack: list[float]
     ) -> Callable[[int, int], bool]:
-        """Runs a code on the rank on top of the heap; False if it waits too long.
+        """Returns a function that runs a code on a rank; False if the rank is too late.
 
-        `wake_at` are the valid times in the heap, `slack` is the time that each rank
-        may wait and still beat the known makespan.
+        `wake_at` has the valid times in the heap. `slack` has the time that each rank
+        may still wait to beat the known makespan.
         """
         count, rows, held, weights = self.count, self.rows, self.held, self.weights
         durations, releases = self.table.durations, self.table.releases
@@ -147,7 +146,7 @@ class _ListScheduler:
         return execute
 
     def _targets(self) -> list[_Target | None]:
-        """Target of each code's result, indexed like `durations`; or None."""
+        """Destination of each code's result, by code; None for a code without one."""
         count, forward_at, backward_at = self.count, self.forward_at, self.backward_at
         links, rank_of = self.table.links, self.table.rank_of
         targets: list[_Target | None] = [None for _ in self.table.durations]
@@ -161,7 +160,7 @@ class _ListScheduler:
         return targets
 
     def by_rule(self) -> Choice:
-        """Returns a choice by the rule, among all stages of a rank."""
+        """Returns a `Choice` that applies the rule to all stages of a rank."""
         count, held, room = self.count, self.held, self.room
         forward_at, backward_at = self.forward_at, self.backward_at
         next_forward, next_backward = self.next_forward, self.next_backward
@@ -200,7 +199,7 @@ class _ListScheduler:
         return choose
 
     def in_order(self, orders: Rows) -> Choice:
-        """Returns a choice that follows each rank's order."""
+        """Returns a `Choice` that follows each rank's given order."""
         count, held, weights = self.count, self.held, self.weights
         forward_at, backward_at = self.forward_at, self.backward_at
         releases = self.table.releases
@@ -241,18 +240,19 @@ def list_schedule(
 ) -> Rows:
     """Builds a schedule of all actions by a rule, or in a given order.
 
-    In a given order of F, I and B only W is placed: in long enough waits, and before a
-    forward that needs its memory. An order that needs more memory exceeds the limits.
+    With a given order of F, I and B only W is placed: into long enough waits, and
+    before a forward that needs its memory. If the order itself needs more memory, the
+    result exceeds the limits.
 
     Args:
         table: the costs.
         count: number of microbatches.
         most: known makespan to beat.
-        patience: W fills a known wait of at least this fraction of W's duration.
+        patience: W may fill a known wait of at least this fraction of its duration.
         merged: stages that run B in place of I and W.
-        orders: codes of each rank, whose W are ignored; None orders by the rule.
+        orders: codes of each rank in order, W ignored; None orders by the rule.
         limits: memory limit of each rank, at least one microbatch of its stages; None
-            for those of the costs.
+            means the limits of the costs.
 
     Returns:
         Codes of each rank; empty if the schedule would take `most` or longer.

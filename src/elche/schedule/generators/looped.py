@@ -1,9 +1,9 @@
 """Published schedules in loop placement: GPipe, 1F1B, ZB-H1, ZB-H2, interleaved.
 
 All but GPipe are one rule with three numbers per rank. `warmup` is the number of
-forwards before the first backward. `delay` is the number of backwards by which W
-follows I; None is B, unsplit. The order of forwards and backwards passes in rounds
-through the rank's stages.
+forwards before the first backward. `delay` is the number of backwards between an I and
+its W; None means an unsplit B. Forwards, and backwards, cycle through the rank's stages
+in rounds.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), ZB-H1
 and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3).
@@ -20,9 +20,9 @@ ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")
 LOOPED = ("interleaved-1f1b", "interleaved-zb")
 
 _STEPS = {"1f1b": 1, "zb-h1": 1, "zb-h2": 2, "interleaved-1f1b": 2, "interleaved-zb": 1}
-"""Forwards by which a rank warms up longer than the next one."""
+"""Number of warm-up forwards that a rank runs more than the next rank."""
 _DELAYS = {"zb-h1": 1, "zb-h2": 2, "interleaved-zb": 1}
-"""Backwards before the first W, per index of the rank."""
+"""Number of backwards before the first W, to be multiplied by the rank's index."""
 
 
 def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
@@ -38,7 +38,7 @@ def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
 
 
 def looped_rows(name: str, num_ranks: int, chunks: int, count: int) -> Rows:
-    """Codes of 1F1B or of a schedule derived from it."""
+    """Codes of 1F1B, or of a schedule derived from it."""
     rounds = max(1, count // num_ranks) if name in LOOPED else 1
     if count % rounds:
         raise ConfigError(
@@ -73,9 +73,9 @@ def _row(
 ) -> list[int]:
     """One rank's codes: `warmup` forwards, then alternating backwards and forwards.
 
-    `forwards` and `backwards` are stage times `count` plus microbatch of each F, and of
-    each I or B, in order. With `fills_waits` one W runs between any two I after the
-    last forward, where a rank waits for each I.
+    `forwards` lists each F, and `backwards` each I or B, as stage * `count` +
+    microbatch. With `fills_waits` one W runs between any two I after the last forward,
+    where a rank waits for each I.
     """
     row = [index * 8 + F for index in forwards[:warmup]]
     weights = [] if delay is None else [index * 8 + W for index in backwards]

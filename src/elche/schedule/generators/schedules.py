@@ -63,8 +63,8 @@ def placement_for(
 def fits_placement(name: str, costs: PipelineCosts) -> bool:
     """True if a published schedule is defined for the placement of the costs.
 
-    Ranks may be in any order, and some may have no stage. Only the order of stages and
-    their sharing of ranks matters.
+    Ranks may be in any order, and some may have no stage: only the order of stages, and
+    which of them share a rank, matter.
     """
     if name == "gpipe":
         return True
@@ -111,9 +111,9 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
 
 
 def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
-    """Codes of a published schedule: its version of least makespan.
+    """Codes of a published schedule, in its version of least makespan.
 
-    Args as in `fixed_orders`, which raises the same.
+    Arguments and errors as in `fixed_orders`.
     """
     versions = [
         rows if held is None else list_schedule(table, count, orders=rows, limits=held)
@@ -130,10 +130,10 @@ def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
 def fixed_orders(
     name: str, table: CostTable, count: int
 ) -> list[tuple[Rows, list[float] | None]]:
-    """The versions of a published schedule, of which the shortest is used.
+    """Versions of a published schedule; `fixed_rows` uses the shortest.
 
-    Each comes with None, or with the memory limit of each rank for `list_schedule`,
-    which moves every W into gaps; zb-v has both versions. The costs are renumbered.
+    A version has None, or each rank's memory limit for `list_schedule`, which then
+    moves every W into gaps; zb-v has both. The costs must be `renumbered`.
     """
     ranks = table.num_ranks
     if name == "gpipe":
@@ -143,7 +143,7 @@ def fixed_orders(
     if name == "zb-v":
         rows = zb_v_rows(ranks, count)
         return [(rows, None), (rows, peaks(rows, table, count))]
-    # About one half, and one third, of the microbatches that 1F1B holds.
+    # The limits are about one half and one third of the microbatches of 1F1B.
     is_half = name == "v-half"
     steps = V_HALF_STEPS if is_half else V_MIN_STEPS
     bound = min(count, (ranks + 2) // 2 if is_half else (ranks + 4) // 3)

@@ -3,10 +3,10 @@
 Rank r holds stage r and stage 2p - 1 - r. The first and the last stage are on rank 0,
 so the loss needs no second trip.
 
-Sources: ZB-V (Qi et al. 2024, section 6; the list for F = I = W, as in torch's
+Sources: ZB-V (Qi et al. 2024, section 6; its order for F = I = W, as in torch's
 ``ScheduleZBVZeroBubble``) and V-Half, V-Min (Qi et al., Pipeline Parallelism with
-Controllable Memory, 2024). In the latter a *building block* of six slots (F, I and W of
-both stages) repeats every six slots. Its stretch over the ranks determines the memory.
+Controllable Memory, 2024). V-Half and V-Min repeat a *building block* (F, I and W of
+both stages) every six slots. The block's length in slots determines the memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def zb_v_rows(num_ranks: int, count: int) -> Rows:
 
 
 def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int, int]]:
-    """Chunk, kind and microbatch of one rank, for at least 2p - 1 microbatches."""
+    """Actions of one rank (chunk, kind, microbatch); `count` is at least 2p - 1."""
     row: list[tuple[int, int, int]] = []
     done = {(chunk, kind): 0 for chunk in (0, 1) for kind in (F, I, W)}
 
@@ -71,7 +71,7 @@ V_HALF_STEPS = (1, 2, 1, 2)
 def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> Rows:
     """Repeats the shortest building block with W in its free slots.
 
-    `steps` are the slots per rank of the four passes, such as `V_MIN_STEPS`.
+    `steps` has the slots per rank of each of the four passes, such as `V_MIN_STEPS`.
     """
     last = 2 * num_ranks - 1
     rows = []

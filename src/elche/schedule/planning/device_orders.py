@@ -1,8 +1,8 @@
 """Orders of the devices along the pipeline, the most promising first.
 
-Tries all different orders if there are at most `ALL_ORDERS` (devices of one kind, speed
-and memory, without links of their own, are interchangeable). Beyond that a heuristic:
-as given, fast first, slow first, and much memory first.
+If there are at most `ALL_ORDERS` different orders, all are tried; otherwise four: as
+given, fast first, slow first, and much memory first. Devices of one kind, speed and
+memory, without links of their own, are interchangeable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _sorted_orders(table: ProfileTable) -> list[tuple[int, ...]]:
 
 
 def _bound(table: ProfileTable, order: tuple[int, ...], held: int) -> tuple[int, float]:
-    """Least sum-bound of an order, after 0, 1 or 2 for how badly memory limits it."""
+    """Sort key of an order: 0 to 2 for its lack of memory, then its least sum-bound."""
     for tight, room in enumerate((held, 1)):
         found = best_partition(table, order, (room,) * len(order))
         if found is not None:

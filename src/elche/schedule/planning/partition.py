@@ -1,13 +1,13 @@
-"""Contiguous layers on devices: the exact partition of least sum-bound.
+"""Exact partition of consecutive layers over devices, with the least *sum-bound*.
 
-The objective is a lower bound of the makespan if each device has one stage. It is the
+The sum-bound is a lower bound of the makespan if each device has one stage. It is the
 maximum over the devices of the time until the first microbatch arrives, messages
-included, plus all their work. The link before a device counts like a device: its
+included, plus all the device's work. The link before a device counts like a device: its
 messages pass one after another, separately in each direction.
 
 The dynamic program runs from the model's end to its beginning. Earlier devices only
-delay later ones, so the best end for a device and its first layer does not depend on
-them. It costs O(k L^2 + k^2 L) for L layers and k places.
+delay later ones, so the best last layer of a device depends only on its first layer.
+The program costs O(k L^2 + k^2 L) for L layers and k places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.planning.profile import PipelineProfile
 
 HALF_BYTE = 0.5
-"""Added to memory limits, which must be above 0. Activations are whole bytes."""
+"""Bytes added to memory limits, to keep them above 0. Activations are whole bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Partition:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Device of each pipeline rank: in the order of their first stages."""
+        """Device of each pipeline rank, in the order of the devices' first stages."""
         return tuple(dict.fromkeys(self.devices))
 
     @property
@@ -50,7 +50,7 @@ class Partition:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """First layer of each stage, and the number of layers."""
+        """First layer of each stage, followed by the number of layers."""
         return tuple(accumulate(self.sizes, initial=0))
 
     def layers_of(self, device: int) -> tuple[tuple[int, int], ...]:
@@ -104,7 +104,7 @@ class ProfileTable:
         return self.count * (forward + min(whole, inputs + weights))
 
     def message_s(self, boundary: int, one: int, other: int) -> tuple[float, float]:
-        """Time of a message to layer `boundary`, and for which it occupies the link."""
+        """Time of a message to layer `boundary`, and the part of it on the link."""
         if one == other:
             return 0.0, 0.0
         link = self.profile.link_between(one, other)
@@ -134,13 +134,13 @@ def best_partition(
     held: tuple[int, ...],
     may_be_empty: bool = True,
 ) -> Partition | None:
-    """Partition of least sum-bound for places of stages in the model's order.
+    """Partition of least sum-bound for given places, which are devices in model order.
 
     Args:
         table: sums over the profile of model and devices.
-        devices: device of each place. A device may have several, among which its memory
-            is divided evenly.
-        held: number of microbatches whose activations must fit, at each place.
+        devices: device of each place. The memory of a device with several places is
+            divided evenly among them.
+        held: for each place, the number of microbatches whose activations must fit.
         may_be_empty: whether a place may get no layers.
 
     Returns:
@@ -187,10 +187,10 @@ def sum_bound(table: ProfileTable, partition: Partition) -> float:
 
 
 def link_bound(table: ProfileTable, partition: Partition) -> float:
-    """Seconds until the busiest link has carried a step's messages of one direction.
+    """Seconds until the busiest link has sent a step's messages in one direction.
 
-    `timing` lets messages overlap each other, so no step is shorter than this. Includes
-    the time until the first microbatch's forward reaches the link.
+    Includes the time until the first microbatch's forward reaches the link. No real
+    step is shorter; `timing` may be, because its messages overlap each other.
     """
     devices, ends = partition.devices, dict[frozenset[int], float]()
     for stage, (left, transfer, _) in enumerate(_first_microbatch(table, partition)):
@@ -202,7 +202,7 @@ def link_bound(table: ProfileTable, partition: Partition) -> float:
 def _first_microbatch(
     table: ProfileTable, partition: Partition
 ) -> Iterator[tuple[float, float, float]]:
-    """Per stage: when the first forward reaches the link, its transfer, its arrival."""
+    """Per stage: time when the first forward reaches the link, transfer, arrival."""
     bounds, devices, reached = partition.boundaries, partition.devices, 0.0
     for stage, device in enumerate(devices):
         left, transfer = reached, 0.0
@@ -224,8 +224,8 @@ def _continuations(
 ) -> tuple[list[float], list[int]]:
     """Least time bound of the later stages, and the place of the next stage.
 
-    Both are lists by the layer at which `place` ends. The time starts when the first
-    microbatch leaves `place`.
+    Both lists are indexed by the layer at which `place` ends. Time counts from when the
+    first microbatch leaves `place`.
     """
     num_layers = len(table.profile.layers)
     rest = [math.inf] * (num_layers + 1)
@@ -246,7 +246,7 @@ def _continuations(
 def _ends(
     table: ProfileTable, device: int, held: int, room: float, rest: list[float]
 ) -> tuple[list[float], list[int]]:
-    """Least bound, and where the place ends, by the layer at which it begins."""
+    """Least bound and last layer of a place, as lists over its first layer."""
     forward, inputs, weights, backward = table.times[device]
     three = zip(forward, inputs, weights, strict=True)
     split = [table.count * sum(each) for each in three]

@@ -53,7 +53,7 @@ class Evaluator:
         return self._times[partition]
 
     def measure(self, name: str, partition: Partition) -> tuple[float, float]:
-        """Missing bytes of the worst rank, and the step time, of a published schedule.
+        """Worst rank's missing bytes, and step time (s), under a published schedule.
 
         Raises ConfigError if it is not defined for this number of microbatches.
         """
@@ -125,7 +125,7 @@ def descend(
 ) -> Partition:
     """Moves layers between stages, one at a time, while the measure decreases.
 
-    `measure` gets the least measure so far, and returns None without a budget.
+    `measure` receives the least measure so far; None as its result ends the search.
     """
     best, improved = start, True
     while improved:
@@ -141,7 +141,7 @@ def descend(
 
 
 def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
-    """Descends by the simulated step time, with a budget of about `actions`."""
+    """Minimises the simulated step time; times about `actions` actions."""
     limit = evaluator.actions + actions
 
     def measure(moved: Partition, _: Measure) -> Measure | None:
@@ -157,10 +157,10 @@ def best_named(
     placements: Collection[tuple[int, ...]],
     actions: int,
 ) -> tuple[Partition | None, str]:
-    """The best partition for a published schedule; or why there is none.
+    """Best partition for a published schedule, or None and the reason.
 
-    Tries the starts, then all partitions if they are few, in the order of a lower
-    bound; then moves layers of the best. The budget is about `actions`.
+    Tries the starts, then all partitions if they are few, sorted by a lower bound. Then
+    moves layers of the best one. Times about `actions` actions.
     """
     reason, until = "", evaluator.actions + actions
 
@@ -172,7 +172,7 @@ def best_named(
             return NEVER
         try:
             return evaluator.measure(name, partition)
-        except ConfigError as error:  # these microbatches on so many devices
+        except ConfigError as error:  # not defined for these microbatches and devices
             reason = str(error)
             return NEVER
 
@@ -192,7 +192,7 @@ def best_named(
 def _every(
     table: ProfileTable, placements: Collection[tuple[int, ...]]
 ) -> Iterator[Partition]:
-    """All partitions in some placements; none if they are too many."""
+    """All partitions in the given placements; none if there are too many."""
     devices, layers = len(table.profile.devices), len(table.profile.layers)
     counts = [
         math.perm(devices, len(set(one))) * math.comb(layers - 1, len(one) - 1)
@@ -206,7 +206,7 @@ def _every(
 
 
 def least_s(table: ProfileTable, partition: Partition) -> float:
-    """Lower bound of the step time under any schedule, of a partition that fits."""
+    """Lower bound of the step time of a fitting partition under any schedule."""
     busiest = table.count * max(CostTable(costs_of(table, partition)).work)
     return max(busiest, link_bound(table, partition))
 

@@ -1,7 +1,7 @@
 """Model and devices from a TOML file, as `elche plan pipeline` reads it.
 
-The format is `PIPELINE_FILE_FORMAT`, which the command shows as help. Every error names
-its table.
+`PIPELINE_FILE_FORMAT` describes the format; the command shows it as help. Every error
+names its table.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class PlanConfig:
         num_microbatches: microbatches per step.
         schedule: ``auto``, or one of `FIXED_SCHEDULES`.
         stages_per_device: stages per device of the interleaved schedules.
-        use_all_devices: give every device at least one layer.
+        use_all_devices: whether every device gets at least one layer.
     """
 
     num_microbatches: int
@@ -119,8 +119,8 @@ class Plan:
 def ideal_step_s(profile: PipelineProfile, num_microbatches: int) -> float:
     """Time of a step if work divided exactly by speed and no device ever waited.
 
-    The whole model's work over the sum of the devices' speeds. A device's speed is one
-    over its time for the whole model alone.
+    This is the whole model's work over the sum of the devices' speeds. A device's speed
+    is one over its time for the whole model alone.
     """
     table = ProfileTable(profile, num_microbatches)
     layers = len(profile.layers)

@@ -1,12 +1,12 @@
 """Planner: partition, schedule and predicted step time from layers and devices.
 
-1. For one stage per device, two in V placement and several interleaved: the exact
-   partition (`partition`) for the best orders of the devices, with room for one, some
-   or many microbatches.
-2. All are timed; the best are refined by moving layers while the simulated step gets
+1. Compute exact partitions (`partition`) for one stage per device, two in V placement
+   and several interleaved; for the best orders of the devices; and with memory for one,
+   some or many microbatches.
+2. Time them all. Refine the best by moving layers while the simulated step gets
    shorter, and by dropping devices.
-3. Every published schedule and `auto` run on the best of them. The shortest step that
-   fits the memory is the plan; the others are listed as its alternatives.
+3. Simulate every published schedule and `auto` on the best partitions. The plan is the
+   shortest step that fits the memory; the others are its alternatives.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TRIES = 12  # most partitions tried per published schedule...
 TRIED_ACTIONS = 40_000  # ...and their total budget of actions
 NAMED_ACTIONS = 60_000  # budget of timed actions per published schedule
 AUTO_PLACEMENTS = 4
-AUTO_PARTITIONS = 2  # in each placement
+AUTO_PARTITIONS = 2  # partitions tried per placement for auto
 _TOLERANCE = 1e-9
 
 
@@ -188,7 +188,7 @@ class _PlanSearch:
         return list(found)
 
     def _rooms(self, ranks: int, stages: int) -> list[tuple[int, ...]]:
-        """Numbers of microbatches to reserve memory for, at each place."""
+        """Choices of the number of microbatches to reserve memory for, per place."""
         places, most = ranks * stages, min(self.count, ranks)
         if all(each.memory_bytes == math.inf for each in self.profile.devices):
             return [(1,) * places]
@@ -230,7 +230,7 @@ class _PlanSearch:
         return [placement_for(name, n, stages) for n in range(least, most + 1)]
 
     def _suiting(self, placements: list[tuple[int, ...]]) -> Iterator[Partition]:
-        """Partitions in these placements, alternating refined and exact ones."""
+        """Yields partitions in these placements, refined and exact ones in turn."""
         ranked = [e for e in self.evaluator.ranked() if e.placement in placements]
         exact = [each for each in ranked if each in self.exact]
         mixed = chain.from_iterable(zip_longest(ranked, exact))
@@ -287,7 +287,7 @@ class _PlanSearch:
         return "no partition into its stages fits the memory"
 
     def _shortage(self) -> str:
-        """Message that compares the layers' memory with the devices'."""
+        """Error text that compares the layers' memory with the devices'."""
         rooms = [each.memory_bytes for each in self.profile.devices]
         pairs = zip(self.table.state, self.table.activation, strict=True)
         sums = [state + activation for state, activation in pairs]
@@ -298,7 +298,7 @@ class _PlanSearch:
         return (
             f"no partition fits the memory: the layers need {sums[-1]:,.0f} bytes for "
             "their parameters, their state and one microbatch of activations, the "
-            f"largest ({name}) {most:,.0f} of them; the devices have "
+            f"largest layer ({name}) {most:,.0f}; the devices have "
             f"{sum(rooms):,.0f}, each {max(rooms):,.0f} at most; {unused}add devices, "
-            "cut large layers, or take smaller microbatches"
+            "cut large layers, or use smaller microbatches"
         )

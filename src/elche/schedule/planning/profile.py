@@ -36,8 +36,8 @@ class LayerTimes:
         input_gradient_s: time of I.
         weight_gradient_s: time of W.
         backward_s: time of B, the whole backward at once; None means I + W.
-        message_s: time for which sending its output to another device, or receiving it
-            there, keeps this device busy.
+        message_s: time for which a device of this kind is busy to send the layer's
+            output, or to receive it.
     """
 
     forward_s: float
@@ -125,8 +125,8 @@ class LinkProfile:
     Attributes:
         latency_s: latency of a message of any size.
         bytes_per_s: nominal rate per direction.
-        efficiency: payload's fraction of the rate; 1.0 if ``bytes_per_s`` was measured
-            with payload.
+        efficiency: fraction of the rate that payload reaches; 1.0 if ``bytes_per_s``
+            was measured with payload.
     """
 
     latency_s: float = 0.0

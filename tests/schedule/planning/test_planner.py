@@ -38,7 +38,7 @@ HIDDEN, VOCABULARY, TOKENS = 1024, 32_000, 1024
 
 
 def layer(
-    operations: tuple[int, int, int], held: int, kept: int, output: int, state: int
+    operations: tuple[int, int, int], held: int, output: int, state: int
 ) -> LayerProfile:
     """By the operations and bytes of a token; parameters take four bytes."""
     names = "forward_s", "input_gradient_s", "weight_gradient_s"
@@ -46,7 +46,6 @@ def layer(
     return LayerProfile(
         times={ANY_KIND: LayerTimes(**times)},
         activation_bytes=TOKENS * held,
-        kept_for_weight_bytes=TOKENS * kept,
         output_bytes=TOKENS * output,
         parameter_bytes=4 * state,
     )
@@ -61,9 +60,9 @@ def gpt(
     matmuls, attention = 24 * HIDDEN**2, 4 * TOKENS * HIDDEN
     logits, table = 2 * HIDDEN * VOCABULARY, HIDDEN * VOCABULARY
     work = matmuls + attention, matmuls + 2 * attention, matmuls
-    embedding = layer((0, 0, 0), 8, 8, 2 * HIDDEN, table)
-    block = layer(work, 34 * HIDDEN, 32 * HIDDEN, 2 * HIDDEN, 12 * HIDDEN**2)
-    head = layer((logits,) * 3, 4 * VOCABULARY, 4 * VOCABULARY, 1, table)
+    embedding = layer((0, 0, 0), 8, 2 * HIDDEN, table)
+    block = layer(work, 34 * HIDDEN, 2 * HIDDEN, 12 * HIDDEN**2)
+    head = layer((logits,) * 3, 4 * VOCABULARY, 1, table)
     if isinstance(memory_bytes, float):
         memory_bytes = [memory_bytes] * len(speeds)
     return PipelineProfile(

@@ -48,10 +48,10 @@ def cluster_of(*speeds: float, sync_batches: float, **changes: Any) -> Cluster:
     model_bytes = 8e6
     sent = 2.0 * max(1, ranks - 1) / ranks * model_bytes
     values: dict[str, Any] = {"samples": 32_000, "epochs": 1, "seed": 1}
+    values["batch_size"] = BATCH_SAMPLES
     return Cluster(
         run=SimulatedRun(
             policy="auto",
-            batch_size=BATCH_SAMPLES,
             model_bytes=model_bytes,
             **(values | changes),
         ),
@@ -162,6 +162,14 @@ def test_a_short_run_measures_two_sizes_before_one_device_trains_alone() -> None
     report = run(replace(cluster, devices=cold))
     assert policies(report) == ["sync"]
     assert report.goodput > 1.0
+
+
+def test_measuring_stays_cheap_where_a_batch_has_one_sample_for_each_rank() -> None:
+    """Then no step has a second size, however many are measured."""
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.6, samples=800, batch_size=2)
+    report = run(cluster)
+    assert policies(report) == ["sync", "async"]
+    assert report.phases[0].samples <= 2 * 4
 
 
 def test_windows_are_chosen_where_the_run_is_long_enough_to_measure() -> None:

@@ -73,7 +73,7 @@ class FirstChoice:
         # The part of a first step that was compilation is unknown.
         run_s = cluster.run_batches * (usual_s if steps else min(busy_s))
         # One step size does not show fixed costs, so a second one is measured.
-        lost_s = self._lost_s if self._measures.has_sizes else 0.0
+        lost_s = self._lost_s if steps > 1 or self._measures.has_sizes else 0.0
         cost = (lost_s + next_s) / run_s
         most, least = gain * (1.0 + doubt), gain * (1.0 - doubt)
         if steps >= MOST_STEPS or (self._measures.has_sizes and most < 1.0):

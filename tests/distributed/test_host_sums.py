@@ -114,9 +114,9 @@ def without_each_in_turn(task: Task) -> list[int]:
             assert sync.reducer is not None
             buckets = sync.reducer.buckets
             for bucket in buckets:
-                bucket.send(0, 1.0)
+                bucket.send(1.0)
             for bucket in buckets:
-                bucket.finish(0)
+                bucket.finish()
                 assert isinstance(bucket.exchange, HostExchange)
         elche.barrier()
         found.append(len(os.listdir("/proc/self/fd")))

@@ -215,7 +215,7 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
     # A layer's state is 20 bytes, its activations 10: two and three layers fit.
     with pytest.raises(
         ConfigError,
-        match=r"the layers need 180 bytes .*, the largest \(layer\) 30 of them; the "
+        match=r"the layers need 180 bytes .*, the largest layer \(layer\) 30; the "
         "devices have 161, each 100 at most; add devices",
     ):
         plan_pipeline(profile, PlanConfig(num_microbatches=2))

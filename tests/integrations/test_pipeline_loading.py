@@ -95,6 +95,6 @@ def test_a_step_without_the_samples_labels_is_refused() -> None:
     with Pipeline(
         model_of(Tokens("llama")), labelled, micro_batches=1, sample=sample
     ) as pipe:
-        with pytest.raises(ConfigError, match="sample has the model's argument labels"):
+        with pytest.raises(ConfigError, match="lacks the model's argument labels"):
             pipe.step({"input_ids": IDS, "labels": None}, IDS)
         assert pipe.step({**sample}, IDS[:2]).loss > 0

@@ -137,5 +137,5 @@ def test_a_call_without_an_argument_of_the_sample() -> None:
         for batch in ({"x": X, "mask": mask}, {"x": X}, {"x": X, "mask": None}):
             found = pipe.evaluate(batch).outputs
             assert torch.allclose(found, whole(**batch), atol=1e-6)
-        with pytest.raises(ConfigError, match="sample has the model's argument mask"):
+        with pytest.raises(ConfigError, match="lacks the model's argument mask"):
             pipe.step({"x": X}, Y)

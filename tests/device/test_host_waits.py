@@ -78,9 +78,9 @@ def test_host_is_two_batches_ahead(device: torch.device) -> None:
 def test_a_devices_gradients_are_no_wait_for_other_ranks(device: torch.device) -> None:
     set_speed(0, kernel_us=20_000)
     torch.zeros(10, device=device).add_(1)
-    reduction: Any = SimpleNamespace(_group=Group.alone(60.0))
     computed = [record_event(device)]
-    assert BucketPass._await_own(reduction, computed) >= 0.02
+    reduction: Any = SimpleNamespace(_group=Group.alone(60.0), _computed=computed)
+    assert BucketPass._await_own(reduction) >= 0.02
     assert computed[0].query()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +16,7 @@ from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.rank_settings import check_shared
-from elche.runtime.watch.model_copies import ModelCopies, check_copies
+from elche.runtime.watch.model_copies import CopiesMade, ModelCopies, check_copies
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -70,6 +72,29 @@ def test_copies_follow_the_run(ranks2: RankPool, options: dict[str, Any]) -> Non
         kind, mean = first.own[name].dtype, (first.own[name] + second.own[name]) / 2
         mean = mean if kind.is_floating_point else mean.round()
         torch.testing.assert_close(first.by_hand[name], mean.to(kind))
+
+
+@pytest.mark.parametrize("kind", ["module", "dict", "list", "handed over", "frozen"])
+def test_a_copy_that_is_written_by_hand_is_named(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However it is kept, once; not one that is handed over, or only read."""
+    model = nn.Linear(3, 2)
+    other, plain = (
+        copy.deepcopy(model),
+        [p.detach().clone() for p in model.parameters()],
+    )
+    named = dict(zip(("weight", "bias"), plain, strict=True))
+    held = {"dict": named, "list": plain}.get(kind, other)
+    copies = ModelCopies(model, [other] if kind == "handed over" else [])
+    copies.begin_epoch(8, 64)
+    for each in [*other.parameters()] if held is other else plain:
+        if kind != "frozen":
+            each.detach().mul_(2.0)
+    for _ in range(2):
+        copies.end_epoch(Group.alone(1.0), has_trained=True)
+    said = [line for line in caplog.messages if "elche does not know" in line]
+    assert len(said) == (kind not in ("handed over", "frozen"))
 
 
 def _ema(commits: list[Commit]) -> list[torch.Tensor]:
@@ -150,6 +175,27 @@ def test_updates_of_other_models_or_between_windows_are_made_at_once() -> None:
         copies.detach()
     assert [int(each.n_averaged) for each in (mine, foreign, later)] == [0, 1, 1]
     assert copies.closed(is_finite=True) == (4,)
+
+
+class Lazy(OrderedDict[Any, Any]):
+    """As transformers' mappings of classes: its get is not a dict's."""
+
+    def get(self, key: Any, default: Any) -> Any:  # type: ignore[override]
+        raise TypeError(key)
+
+
+def test_objects_that_are_no_copies_are_passed_over() -> None:
+    model = nn.Linear(3, 2)
+    with torch.device("meta"):
+        held: list[Any] = [nn.Linear(3, 2)]
+    held += [nn.Linear.__new__(nn.Linear), Lazy(weight=1, bias=2)]
+    held += [[torch.zeros(2, 3).to_sparse(), torch.zeros(2)], [1, 2]]
+    copied = copy.deepcopy(model)
+    made = CopiesMade(model, [])
+    assert not made.take_written()
+    copied.weight.detach().mul_(2.0)
+    assert made.take_written()
+    assert not made.take_written()  # said once
 
 
 @pytest.mark.parametrize(

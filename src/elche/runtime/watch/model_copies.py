@@ -18,6 +18,7 @@ from elche.comm.tensors.equal_tensors import average
 from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.copy_updates import DueUpdates
 from elche.errors import ConfigError
+from elche.torch_internals.held import version
 
 AVERAGING = "averaging copies of the model"
 
@@ -61,6 +62,7 @@ class ModelCopies:
 
     def __init__(self, model: nn.Module, copies: Sequence[nn.Module]) -> None:
         self._model = model
+        self._made: CopiesMade | None = None
         self._held = {id(parameter) for parameter in model.parameters()}
         self._averaged = [
             _Averaged(weakref.ref(copy), model)
@@ -104,6 +106,8 @@ class ModelCopies:
             batches: global batches, to the end of the epoch.
             samples: samples of these batches.
         """
+        if self._made is None:
+            self._made = CopiesMade(self._model, [*self._others])
         self._epoch = batches, max(1, samples)
         self._updated.clear()
         for each in self._averaged:
@@ -165,6 +169,13 @@ class ModelCopies:
             has_trained: this rank has trained in the epoch.
         """
         self._warn_of_missing(has_trained)
+        if self._made is not None and self._made.take_written() and group.rank == 0:
+            logger.warning(
+                "the loop writes a copy of the model (an EMA, say) that elche does not "
+                "know: in windows each rank has its own model, so the copies differ "
+                "between ranks; pass it to elche.setup(..., copies=[...]), or use "
+                "torch.optim.swa_utils.AveragedModel, which follows the run"
+            )
         for copy in self._others:
             for tensor in (*copy.parameters(), *copy.buffers()):  # one may be large
                 average(group, [tensor], AVERAGING, counts=has_trained)
@@ -246,7 +257,69 @@ def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:
             )
 
 
-def instances(kind: type) -> Iterator[Any]:
+@final
+class CopiesMade:
+    """Copies of a model's parameters in a module, dict or list of the script.
+
+    Views are excluded: elche keeps averages in views of one tensor.
+
+    Args:
+        model: trained model; copies are equal to it now.
+        known: copies that the user has given; an AveragedModel is known anyway.
+    """
+
+    def __init__(self, model: nn.Module, known: Sequence[nn.Module]) -> None:
+        self._names = [name for name, _ in model.named_parameters()]
+        parameters = [*model.parameters()]
+        modules = (model, *known, *instances(AveragedModel))
+        owned = [parameter for each in modules for parameter in each.parameters()]
+        ids = {id(each) for each in owned}
+        self._versions = [
+            (weakref.ref(tensor), version(tensor))
+            for holder in instances((type(model), dict, list))
+            for tensor in self._copied(holder, parameters, ids)
+        ]
+
+    def take_written(self) -> bool:
+        """True once, when one of them has been written in place since."""
+        held = ((ref(), before) for ref, before in self._versions)
+        is_written = any(t is not None and version(t) != before for t, before in held)
+        if is_written:
+            self._versions.clear()
+        return is_written
+
+    def _copied(
+        self, holder: Any, parameters: list[nn.Parameter], owned: set[int]
+    ) -> list[torch.Tensor]:
+        if isinstance(holder, nn.Module):
+            is_made = "_parameters" in vars(holder)
+            values: list[Any] = [*holder.parameters()] if is_made else []
+        elif isinstance(holder, dict):  # a subclass may mean something else by get()
+            is_like = len(holder) >= len(self._names) and dict.__contains__(
+                holder, self._names[0]
+            )
+            values = [dict.get(holder, n) for n in self._names] if is_like else []
+        else:
+            values = list.copy(holder)  # other threads may append
+        is_copy = len(values) == len(parameters) > 0 and all(
+            _is_copy(value, parameter) and id(value) not in owned
+            for value, parameter in zip(values, parameters, strict=True)
+        )
+        return [*values] if is_copy else []
+
+
+def _is_copy(value: Any, parameter: torch.Tensor) -> bool:
+    return (
+        type(value) in (torch.Tensor, nn.Parameter)  # not fake, not wrapped
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_inference())
+        and value.shape == parameter.shape
+        and value.untyped_storage().nbytes() == value.nbytes
+        and torch.equal(value.detach(), parameter.detach().to(value))
+    )
+
+
+def instances(kind: type | tuple[type, ...]) -> Iterator[Any]:
     """Objects of a kind that Python's garbage collector tracks.
 
     Compares types: reading ``__class__`` of a lazy module would import it.

@@ -192,6 +192,10 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
     ("text", "message"),
     [
         ("x", "is not TOML"),
+        (
+            "[gpt]\nblocks = 2\n" + DEVICE,
+            "[gpt] and flops_per_s were removed: write [[layer]]",
+        ),
         ("speed = 1\n" + LAYER, "the file: unknown key 'speed'"),
         (LAYER, "no devices to plan for"),
         ("layer = []\n" + DEVICE, "the model has no layers"),
@@ -204,6 +208,11 @@ LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
         (LAYER + "count = true\n" + DEVICE, "[[layer]] 0: expected a whole number"),
         (LAYER + "cost = 1\n" + DEVICE, "[[layer]] 0: unknown key 'cost'"),
         (LAYER + "name = 3\n" + DEVICE, "0: expected a string for name, got 3"),
+        (
+            LAYER + DEVICE.replace("'a'", "''"),
+            "[[device]] 0: expected a name of at least one character",
+        ),
+        (LAYER + "name = ''\n" + DEVICE, "[[layer]] 0: expected a name of at least"),
         (LAYER + "backward_s = 'x'\n" + DEVICE, "a number for backward_s"),
         (
             LAYER + "activation_bytes = -1\n" + DEVICE,

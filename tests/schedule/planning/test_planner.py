@@ -193,6 +193,12 @@ def test_a_device_fifty_times_slower_gets_no_layers() -> None:
     assert forced.chosen.step_s > plan.chosen.step_s
 
 
+@pytest.mark.parametrize("ends", [(1, 0), (0, 0), (0, 2)])
+def test_a_link_joins_two_devices_the_lower_first(ends: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="joins two different devices of 2"):
+        replace(equal_layers(4, (1, 1)), links={ends: LinkProfile()})
+
+
 def test_a_device_behind_a_slow_link_is_left_out() -> None:
     """The sum-bound of two devices is lower than one's; what counts is the step."""
     profile = replace(equal_layers(8, (1, 1)), link=LinkProfile(latency_s=30.0))

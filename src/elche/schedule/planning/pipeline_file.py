@@ -63,6 +63,11 @@ def read_pipeline_file(raw: Mapping[str, Any]) -> tuple[PipelineProfile, int | N
         ConfigError: a key is unknown, missing, or has an impossible value.
     """
     known = {"microbatches", "state_factor", "layer", "device", "link"}
+    if "gpt" in raw:
+        raise ConfigError(
+            "[gpt] and flops_per_s were removed: write [[layer]] tables with times_s, "
+            "and the speed of each [[device]]"
+        )
     check_keys(raw, known | {"link_between"}, "the file")
     devices = _devices(raw)
     profile = PipelineProfile(

@@ -76,6 +76,7 @@ class LayerProfile:
     parameter_bytes: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_name(self.name)
         sizes = ("activation_bytes", "output_bytes", "parameter_bytes")
         check_fields(self, not_negative=sizes)
         if not self.times:
@@ -110,6 +111,7 @@ class DeviceProfile:
     memory_bytes: float = math.inf
 
     def __post_init__(self) -> None:
+        _check_name(self.name)
         check_positive(f"speed of device {self.name}", self.speed)
         if not self.memory_bytes > 0:
             raise ConfigError(
@@ -177,6 +179,12 @@ class PipelineProfile:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"two devices are called {twice[0]!r}")
+        for low, high in self.links:
+            if not 0 <= low < high < len(self.devices):
+                raise ConfigError(
+                    f"a link joins two different devices of {len(self.devices)}, the "
+                    f"lower index first; got {low} and {high}"
+                )
         for layer in self.layers:
             for device in self.devices:
                 layer.times_on(device.kind)
@@ -184,6 +192,11 @@ class PipelineProfile:
     def link_between(self, one: int, other: int) -> LinkProfile:
         """Link between two devices, given by index."""
         return self.links.get((min(one, other), max(one, other)), self.link)
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise ConfigError("expected a name of at least one character, got ''")
 
 
 def check_efficiency(efficiency: float) -> None:

@@ -13,10 +13,12 @@ from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
 
 from benchmarks.paired import mean_interval
+from elche.errors import DeadlineError
 from elche.monitor.run_history import RunHistory
 from elche.runtime.report.event_file import NAME
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "page" / "cases" / "endless.py"
+START_S = 120.0
 RUN = (*("-m", "elche", "run", "--page", "--quiet"), *("--speeds", "1,0.5", "--events"))
 CLIENT = """
 import os, signal, sys
@@ -65,7 +67,10 @@ def rate_with(count: int, duration_s: float) -> float:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         address = stack.enter_context(run_with_page(folder))
         with stopped_clients(address, count):
+            until_s = time.monotonic() + START_S
             while not (seen := len(windows(folder))):
+                if time.monotonic() > until_s:
+                    raise DeadlineError(f"the run trained no window in {START_S:g} s")
                 time.sleep(0.2)
             time.sleep(duration_s)
             first, *_, last = windows(folder)[seen:]

@@ -12,7 +12,7 @@ import shlex
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import pytest
@@ -88,9 +88,12 @@ def test_an_example_runs_on_one_device(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        exec(compile(given_and(EXAMPLES[name]), name, "exec"), {"__name__": "__main__"})
+        exec(compile(given_and(EXAMPLES[name]), name, "exec"), names)
     finally:
+        if pipe := names.get("pipe"):
+            pipe.close()
         elche.shutdown()
 
 

@@ -12,8 +12,13 @@ import pytest
 from elche.comm.gradients.part_weights import StepPart
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.delivered_times import BatchCost
-from elche.coordination.protocol.events import Event, StepsDone
-from elche.coordination.protocol.instructions import EndEpoch, GrantBatches, Instruction
+from elche.coordination.protocol.events import EpochLeft, Event, StepsDone
+from elche.coordination.protocol.instructions import (
+    EndEpoch,
+    GrantBatches,
+    Instruction,
+    RankLeft,
+)
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.runtime.data.positions import EpochPositions
@@ -26,6 +31,9 @@ from tests.sim.books import Books
 
 STEPS = 6
 BATCH = 4
+END = EndEpoch(
+    rank=0, epoch=0, samples=STEPS * BATCH, sync_s=0.0, windows=STEPS, anchor=1
+)
 
 
 def grant(start: int, stop: int) -> GrantBatches:
@@ -97,7 +105,8 @@ class Shell(WorkerShell):
     """
 
     place = 0
-    is_due = False
+    is_due = is_closed = meets_in_forward = False
+    is_joinable = True
     max_samples = closed_passes = 0
     transfer_s = wait_s = work_s = 0.0
     backward_passes = pass_steps = 0
@@ -117,22 +126,16 @@ class Shell(WorkerShell):
     # the worker
     def send(self, *events: Event) -> None:
         for event in events:
-            assert isinstance(event, StepsDone)
+            if isinstance(event, EpochLeft):
+                self.inbox.append(END)
+            if not isinstance(event, StepsDone):
+                continue
             self.log.append(f"report {event.start}")
             if self.granted < STEPS:
                 self.inbox.append(grant(self.granted, self.granted + 1))
                 self.granted += 1
             elif event.stop == STEPS:
-                self.inbox.append(
-                    EndEpoch(
-                        rank=0,
-                        epoch=0,
-                        samples=STEPS * BATCH,
-                        sync_s=0.0,
-                        windows=STEPS,
-                        anchor=1,
-                    )
-                )
+                self.inbox.append(END)
 
     on_lost: Callable[[], None] | None = None
 
@@ -169,20 +172,39 @@ class Shell(WorkerShell):
             work()
 
 
+def epoch_of(shell: Shell, graphs: Mock | None = None) -> SyncEpoch:
+    positions = EpochPositions(
+        list("x" * STEPS * BATCH), BatchSizes(((BATCH, STEPS),)), 0, None
+    )
+    double, hooks = cast(Any, shell), hooks_without_run()
+    if graphs is not None:
+        cast(Any, hooks.observer).graphs = graphs
+    shell.epoch = SyncEpoch(double, double, positions, double, 1, hooks)
+    return shell.epoch
+
+
+def test_an_epoch_that_is_left_before_a_pass_takes_no_part_in_the_next_one() -> None:
+    # Once it took, and lost, a message of the next epoch: all waited for ever.
+    shell = Shell()
+    shell.inbox.clear()  # one grant, so that no report is due
+    shell.inbox.extend([grant(0, 3), RankLeft(rank=0, epoch=0, gone=1, passes=0)])
+    batches = epoch_of(shell).batches()
+    next(batches)
+    shell.backward()
+    next(batches)
+    assert shell.on_backward is not None
+    batches.close()
+    assert shell.epoch and shell.epoch.end
+    assert shell.on_backward is None
+
+
 def said_by_the_shell(
     *, has_backward: bool = True, is_early: bool = False
 ) -> list[str]:
     """What a rank of the real shell does, in order: its loop's bodies and messages."""
-    shell = Shell()
-    positions = EpochPositions(
-        list("x" * STEPS * BATCH), BatchSizes(((BATCH, STEPS),)), 0, None
-    )
-    double, graphs = cast(Any, shell), Mock(open_batches=[])
-    hooks = hooks_without_run()
-    if is_early:
-        cast(Any, hooks.observer).graphs = graphs
-    shell.epoch = SyncEpoch(double, double, positions, double, 1, hooks)
-    for number, _ in enumerate(shell.epoch.batches()):
+    shell, graphs = Shell(), Mock(open_batches=[])
+    epoch = epoch_of(shell, graphs if is_early else None)
+    for number, _ in enumerate(epoch.batches()):
         shell.log.append(f"forward {number}")
         if has_backward:
             shell.backward()  # of the batch before, if this one was asked for early

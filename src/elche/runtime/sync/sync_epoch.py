@@ -188,6 +188,7 @@ class SyncEpoch:
             yield
         finally:
             graphs.end_epoch()
+            self._reducer.on_backward = None  # else it takes the next part's messages
             self._reducer.lost = None
             self._reducer.on_lost = None
             self._worker.on_wait = None

@@ -255,15 +255,14 @@ def _is_same(option: Prediction, other: Prediction) -> bool:
 def _is_clear(option: Prediction, other: Prediction, doubt: float) -> bool:
     """True if ``option`` is better by the margin, and beats ``sync`` even at worst.
 
-    Against a single device, the margin is at least the doubt of its measured times.
+    The margin is at least the doubt of the measured times.
     """
     if other.policy == "sync" and option.policy != "sync":
         known = option.sample_efficiency
         at_worst = option.goodput / (known + SAMPLE_COST_SAFETY * (1.0 - known))
         if at_worst < other.goodput:
             return False
-    margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, doubt)
-    return option.goodput >= (1.0 + margin) * other.goodput
+    return option.goodput >= (1.0 + max(MARGIN, doubt)) * other.goodput
 
 
 def _excluded(

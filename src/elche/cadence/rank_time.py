@@ -14,6 +14,8 @@ from elche.errors import ConfigError
 
 MIN_ALPHA = 0.1
 """Weight of a new measurement that agrees with the estimate (jitter)."""
+FIRST_ALPHA = 0.5
+"""Weight of a new measurement at first, which fades as the noise becomes known."""
 MAX_ALPHA = 0.8
 """Weight of a new measurement that is far from the estimate (a real change)."""
 SHAPES: tuple[tuple[float, float], ...] = (
@@ -72,8 +74,9 @@ class RankTime:
     speed is followed within two or three measurements. A spike must not count in full:
     of timed steps, only the median cost of the last three of similar size counts. So a
     changed speed is noticed one step later, and then replaces a level that is far off.
-    With ``recent=1`` (a window's mean, or its last batch) each measurement counts, and
-    a rise is limited instead.
+    The first steps, often longer, are replaced faster by later ones. With ``recent=1``
+    (a window's mean, or its last batch) each measurement counts, and a rise is limited
+    instead.
 
     A batch of another size is predicted well by some shapes and badly by others: that
     is the evidence. Batches of one size, or a changed speed, give no evidence, and
@@ -254,7 +257,10 @@ class RankTime:
         if jumps:
             self._levels = costs
             return
-        weight = min(max(error, MIN_ALPHA), MAX_ALPHA)
+        least = MIN_ALPHA
+        if self._most_recent > 1:
+            least = max(least, FIRST_ALPHA * self._untold)
+        weight = min(max(error, least), MAX_ALPHA)
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
 

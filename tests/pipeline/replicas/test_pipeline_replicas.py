@@ -17,7 +17,6 @@ from tests.pipeline.cases.pipeline_replica_cases import (
     alone,
     bad_batches,
     begun,
-    dropped,
     normed,
     not_built,
     stumbles,
@@ -152,14 +151,6 @@ def test_the_reduction_begins_before_the_last_weight_gradient(
         first_s, second_s = one.complete_s
         assert first_s <= one.last_action_s[0]
         assert second_s >= one.last_action_s[1]
-
-
-def test_dropout_is_that_of_one_pipeline_with_all_microbatches(
-    ranks2: RankPool,
-) -> None:
-    expected = dropped(1)
-    for found in ranks2.run(dropped, 2, case_setup=serve_in_thread):
-        assert furthest(found, expected) <= 1e-12
 
 
 def test_replicas_start_equal(ranks3: RankPool) -> None:

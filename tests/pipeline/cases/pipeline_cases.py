@@ -485,8 +485,6 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
         batches[0] = (None, y)
     if kind == "no target":
         batches[0] = (x, None)
-    if kind == "odd target":
-        batches[0] = (x, y[:7])
     found: list[str] = []
     pipe = None
     try:

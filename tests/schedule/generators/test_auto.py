@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.actions import loop_placement, v_placement
+from elche.schedule.actions import Kind, loop_placement, v_placement
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.generators.schedules import (
@@ -101,6 +101,23 @@ def test_unequal_stages_are_worth_their_own_order() -> None:
         makespan = simulate(auto_schedule(costs, 32), costs).makespan
         gains.append(best_fixed(costs, 32) / makespan - 1)
     assert sum(gain > 0.001 for gain in gains) >= 3
+
+
+def test_the_whole_backward_is_taken_where_the_split_costs_too_much() -> None:
+    dear = StageCost(forward=1.0, input_gradient=2.0, weight_gradient=2.0, backward=2.0)
+    fair = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+    costs = PipelineCosts(
+        stages=(fair, dear, fair, fair), placement=loop_placement(4), num_ranks=4
+    )
+    schedule = auto_schedule(costs, 8)
+    kinds = {
+        stage: {
+            one.kind for row in schedule.actions for one in row if one.stage == stage
+        }
+        for stage in range(4)
+    }
+    assert kinds[1] == {Kind.FORWARD, Kind.FULL_BACKWARD}
+    assert simulate(schedule, costs).makespan < 8 * 4.0
 
 
 def test_memory_below_one_microbatch_is_rejected() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,38 +199,6 @@ def test_uneven_loops_join(ranks2: RankPool, divide: bool) -> None:
     for state, _ in ranks:
         same(state, expected, 1e-12)
     assert ranks[1][1] == [(4.0, 4.0)] * 2 + [(0.0, 4.0)] * 2
-
-
-TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
-ELCHE_RUN = "elche run --nproc 2"  # once: torch found no MASTER_ADDR
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
-        pytest.param(ELCHE_RUN, id="elche"),
-    ],
-)
-def test_replacing_the_import_is_enough(tmp_path: Path, launcher: str) -> None:
-    script = Path(__file__).parent / "cases" / "ddp_script.py"
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher.split(), str(script), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    # torch's own wrapper sometimes aborts at the interpreter's end, all done.
-    aborts = "terminate called without" in done.stderr
-    assert done.returncode == 0 or aborts, done.stderr
-    ours, theirs = (
-        (tmp_path / kind).read_text().split() for kind in ("elche", "torch")
-    )
-    assert float(ours[1]) == pytest.approx(float(theirs[1]), abs=2e-5)
-    assert float(ours[3]) == pytest.approx(float(theirs[3]), rel=1e-5)
-    assert ours[4:] == theirs[4:]
 
 
 def test_what_was_accumulated_counts_without_a_last_batch(ranks2: RankPool) -> None:

@@ -151,18 +151,10 @@ def test_an_optimizer_with_a_quantised_state_is_refused_by_name() -> None:
         check_shared(model, [eight_bits(model.parameters())], loader, SYNC)
 
 
-@pytest.mark.parametrize(
-    ("weight", "fault"),
-    [
-        (torch.empty(3, device="meta"), r"^bad is on the meta device"),
-        (torch.ones(1).expand(3), r"^bad has elements that share memory"),
-        (torch.ones(3).to_sparse(), r"^bad is torch\.sparse_coo; expected a dense"),
-    ],
-)
-def test_tensors_that_cannot_be_shared(weight: torch.Tensor, fault: str) -> None:
+def test_tensors_that_cannot_be_shared() -> None:
     model, optimizer, loader = _parts()
-    model.register_buffer("bad", weight)
-    with pytest.raises(ConfigError, match=fault):
+    model.register_buffer("bad", torch.ones(1).expand(3))
+    with pytest.raises(ConfigError, match=r"^bad has elements that share memory"):
         check_shared(model, [optimizer], loader, SYNC)
 
 

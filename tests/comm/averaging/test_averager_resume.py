@@ -125,6 +125,9 @@ def test_a_state_is_loaded_after_some_ranks_left_an_epoch_early(
     assert found[0] == found[1] > 0
 
 
+WRONG = {"version": 7, "samples": -1, "steps": float("nan")}
+
+
 def _misuse(case: str) -> str:
     """What is said of a state that is asked for, or given, where it cannot be."""
     options = dict(TASK.options)
@@ -145,12 +148,8 @@ def _misuse(case: str) -> str:
                     {"version": 2, "samples": 0, "steps": 0.0, "averaging": {}}
                 )
             state = elche.state_dict()
-            if case == "version":
-                elche.load_state_dict({**state, "version": 7})
-            if case == "samples":
-                elche.load_state_dict({**state, "samples": -1})
-            if case == "steps":
-                elche.load_state_dict({**state, "steps": float("nan")})
+            if case in WRONG:
+                elche.load_state_dict({**state, case: WRONG[case]})
             if case == "entries":
                 elche.load_state_dict({"model": state})
             if case == "codec":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 
@@ -136,35 +135,6 @@ def test_lbfgs_begins_anew_when_a_mean_is_adopted(mean_over: int) -> None:
     averager.begin(reduction)
     averager.finish(reduction)
     assert bool(optimizer.state) == (mean_over == 1)
-
-
-def test_a_drained_rank_holds_the_mean_to_the_bit() -> None:
-    """0.1 + (mean − 0.1) is not the mean; the ranks began at different values."""
-    bus = Bus(3)
-    ranks = [made(group) for group in bus.groups()]
-    for number, (parameter, averager, _) in enumerate(ranks):
-        moved(parameter, 0.1 + 0.7**number * 1e-3)
-        averager.snapshot(1.0)
-    reduction = plan(weight=1 / 3, active_ranks=3)
-    for _, averager, _ in ranks:
-        averager.begin(reduction)
-    for _, averager, _ in ranks:
-        averager.finish(reduction, is_drained=True)
-    assert len({tuple(parameter.tolist()) for parameter, _, _ in ranks}) == 1
-
-
-def test_a_rank_whose_parameters_are_no_numbers_takes_those_of_the_others() -> None:
-    ranks = [made(group) for group in Bus(2).groups()]
-    for (parameter, averager, _), by in zip(ranks, (2.0, float("nan")), strict=True):
-        moved(parameter, by)
-        assert averager.snapshot(1.0) is (by == 2.0)
-    plans = [plan(weight=weight, active_ranks=1) for weight in (1.0, 0.0)]
-    for (_, averager, _), each in zip(ranks, plans, strict=True):
-        averager.begin(each)
-    for (parameter, averager, _), each in zip(ranks, plans, strict=True):
-        divergence = averager.finish(each).divergence
-        assert divergence == 0.0 or (each.weight == 0.0 and math.isnan(divergence))
-        assert parameter.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(("by", "held"), [(2.0, 6.0), (float("nan"), 5.0)])

@@ -96,17 +96,6 @@ def test_replayed_reordered_and_dropped_frames_are_refused(
         list(receiver.feed(b"".join(frames[number] for number in order)))
 
 
-def test_what_came_before_a_bad_frame_is_given_first() -> None:
-    # Once: messages in the same piece as a bad frame were lost with it.
-    sender, receiver = pair()
-    stream = sender.encode({"a": 1}) + sender.encode({"a": 2})
-    _, stranger = pair(server=True)
-    given = receiver.feed(stream + stranger.encode({"a": 3}))
-    assert [next(given), next(given)] == [{"a": 1}, {"a": 2}]
-    with pytest.raises(ProtocolError, match="not authentic"):
-        next(given)
-
-
 def test_a_reflected_frame_is_refused() -> None:
     sender, _ = pair()
     frame = sender.encode({"a": 1})

@@ -78,17 +78,12 @@ def test_a_window_without_a_token_changes_nothing(ranks2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-@pytest.mark.parametrize(
-    ("kind", "said"), [("negative", "-1"), ("nan", "tensor(nan)"), ("text", "'4'")]
-)
-def test_what_is_no_weight_is_refused_at_once(
-    ranks2: RankPool, kind: str, said: str, policy: str
-) -> None:
+def test_what_is_no_weight_is_refused_at_once(ranks2: RankPool, policy: str) -> None:
     options = {"policy": policy, "deterministic": True}
     first, second = ranks2.run(
-        weigh_by, kind, options, case_setup=serve_in_thread, expect_failure=True
+        weigh_by, options, case_setup=serve_in_thread, expect_failure=True
     )
     number = 1 if policy == "sync" else 3
-    expected = f"rank 1: weight_of gave {said} for batch {number} of epoch 0; expected"
+    expected = f"rank 1: weight_of gave -1 for batch {number} of epoch 0; expected"
     assert expected in str(second.error)
     assert expected in str(first.error)

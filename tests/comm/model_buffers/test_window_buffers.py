@@ -223,10 +223,12 @@ def test_after_a_window_that_counts_nowhere_all_is_as_before(travelled: bool) ->
     models[0].mean.fill_(float("nan"))
     models[1].mean.fill_(5.0)
     models[1].phase.fill_(complex(float("inf"), 0))
+    models[1].count[1] += 1
     window(held, False, False)
     for model in models:
         assert model.mean.tolist() == [[3.0, 3.0], [3.0, 3.0]]
         assert model.phase.tolist() == [1 + 2j]
+        assert model.count.tolist() == [5, 0]
     assert [each.changed() for each in held] == [(), ()]
 
 

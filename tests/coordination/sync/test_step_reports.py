@@ -194,7 +194,8 @@ def test_an_epoch_that_is_left_before_a_pass_takes_no_part_in_the_next_one() -> 
     next(batches)
     assert shell.on_backward is not None
     batches.close()
-    assert shell.epoch and shell.epoch.end
+    assert shell.epoch
+    assert shell.epoch.end
     assert shell.on_backward is None
 
 

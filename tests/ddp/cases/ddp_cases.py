@@ -121,7 +121,6 @@ class Plan:
         branches: per step, the branch that each rank takes, for that model.
         micro: micro-batches per step, all but the last under no_sync.
         tokens: per step, the weight of each rank, whose batch may be empty.
-        wrapper: ``"elche"``, ``"torch"``.
         options: of the wrapper.
     """
 
@@ -132,7 +131,6 @@ class Plan:
     branches: tuple[tuple[int, ...], ...] = ()
     micro: int = 1
     tokens: tuple[tuple[int, ...], ...] = ()
-    wrapper: str = "elche"
     options: dict[str, Any] = field(default_factory=dict)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,11 +177,8 @@ def alone(plan: Plan) -> Trace:
     return trace
 
 
-def wrap(plan: Plan, model: nn.Module, **more: Any) -> Any:
-    kind = DistributedDataParallel
-    if plan.wrapper == "torch":
-        kind = nn.parallel.DistributedDataParallel  # type: ignore[assignment]
-    return kind(model, **{**plan.options, **more})
+def wrap(plan: Plan, model: nn.Module) -> Any:
+    return DistributedDataParallel(model, **plan.options)
 
 
 def train(plan: Plan) -> Trace:
@@ -209,7 +204,7 @@ def steps(plan: Plan, ddp: Any, rank: int | None = None) -> Trace:
         else:
             ddp.join_step()
         trace.gradients.append(gradients_of(ddp.module))
-        if plan.wrapper == "elche" and ddp.last_reduction is not None:
+        if ddp.last_reduction is not None:
             trace.weights.append(ddp.last_reduction.weights)
         optimizer.step()
         optimizer.zero_grad()
@@ -230,36 +225,6 @@ def _backward(
             if plan.loss == "mean":
                 loss = loss / len(parts)
             loss.backward()
-
-
-def accumulate(
-    plan: tuple[tuple[tuple[int, ...], ...], ...], loss: str, options: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Gradients of each step of passes of given sizes, and those of their union."""
-    rank, found, expected = this_place().rank, [], []
-    with torch_world():
-        model, alone = build("mlp"), build("mlp")
-        ddp = DistributedDataParallel(model, **options)
-        for number, step in enumerate(plan):
-            generator = torch.Generator().manual_seed(number)
-            count = sum(map(sum, step))
-            x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
-            y = torch.randint(3, (count,), generator=generator)
-            share = len(step) if loss == "mean" else 1
-            begin = 0
-            for which, sizes in enumerate(step):
-                first = begin + sum(sizes[:rank])
-                mine = slice(first, first + sizes[rank])
-                begin += sum(sizes)
-                with nullcontext() if which + 1 == len(step) else ddp.no_sync():
-                    part = F.cross_entropy(ddp(x[mine]), y[mine], reduction=loss)
-                    (part / share).backward()
-            found.append(gradients_of(model))
-            F.cross_entropy(alone(x), y, reduction=loss).backward()
-            expected.append(gradients_of(alone))
-            model.zero_grad()
-            alone.zero_grad()
-    return found, expected
 
 
 def complete_when_sent(strategy: str) -> list[int]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError, MismatchError
@@ -198,6 +199,27 @@ def chained(wrapper: Any) -> Found:
     return {**end_of(first), **{f"2 {k}": v for k, v in end_of(second).items()}}
 
 
+def sampled(wrapper: Any) -> Found:
+    """A distributed sampler, accumulation and clipping, as torchrun's scripts have."""
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.randn(48, FEATURES).double(), torch.arange(48) % 3)
+    sampler = DistributedSampler(samples, seed=1)
+    model = build("cnn", seed=this_place().rank)
+    ddp = wrapper(model)
+    optimizer = sgd(ddp)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(DataLoader(samples, 4, sampler=sampler)):
+            is_last = number % 2 == 1
+            with nullcontext() if is_last else ddp.no_sync():
+                F.cross_entropy(ddp(x), y).backward()
+            if is_last:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    return end_of(model, local=("mean", "var", "tracked") if this_place().rank else ())
+
+
 def compiled(wrapper: Any) -> Found:
     """`torch.compile` around the wrapper and inside it."""
     model = build("mlp")
@@ -220,6 +242,7 @@ SCRIPTS: dict[str, Callable[[Any], Found]] = {
         broken_before_any_gradient,
         caches,
         chained,
+        sampled,
         compiled,
     )
 }

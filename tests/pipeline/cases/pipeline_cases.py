@@ -485,8 +485,6 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
         batches[0] = (None, y)
     if kind == "no target":
         batches[0] = (x, None)
-    if kind == "odd target":
-        batches[0] = (x, y[:7])
     found: list[str] = []
     pipe = None
     try:
@@ -528,10 +526,11 @@ class Drawn:
     after: torch.Tensor
 
 
-def drawn(seed: int | None, replicas: int = 1) -> Drawn:
+def drawn(seed: int | None, replicas: int = 1, micro_batches: int = 2) -> Drawn:
     """Builds equal layers, and runs their dropout on ones, in a script that seeds."""
     torch.manual_seed(0)
     masks: list[list[torch.Tensor]] = []
+    ones = torch.ones(2 * micro_batches, WIDTH)
 
     def layer() -> nn.Module:
         made = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
@@ -547,7 +546,7 @@ def drawn(seed: int | None, replicas: int = 1) -> Drawn:
     with Pipeline(
         [layer] * 4,
         lambda output, target: (output * target).sum(),
-        micro_batches=2,
+        micro_batches=micro_batches,
         schedule="zb-v",
         loss_reduction="sum",
         replicas=replicas,
@@ -556,7 +555,7 @@ def drawn(seed: int | None, replicas: int = 1) -> Drawn:
     ) as pipe:
         weights = {n: p.detach().clone() for n, p in pipe.named_parameters()}
         for _ in range(2):
-            pipe.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+            pipe.step(ones, ones)
         names = [each.name for each in pipe.layers]
         zeroed = {n: torch.cat(m) for n, m in zip(names, masks, strict=True)}
         return Drawn(weights, zeroed, torch.rand(8))

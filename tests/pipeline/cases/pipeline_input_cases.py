@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
-from elche.schedule.actions import loop_placement
-from elche.schedule.costs import RankTimes, equal_costs
 from tests.harness.logged import logged
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of, told
@@ -80,13 +78,6 @@ def _set(**values: Any) -> Callable[[Given], None]:
     return lambda given: given.__dict__.update(values)
 
 
-def _little_memory(given: Given) -> None:
-    ranks = this_place().world_size
-    times = RankTimes(1.0, 1.0, 1.0)
-    costs = equal_costs(times, loop_placement(ranks), ranks, memory=0.5)
-    given.options.update(costs=costs, schedule="auto")
-
-
 def _replaced(index: int, layer: Callable[[], Any]) -> Callable[[Given], None]:
     def change(given: Given) -> None:
         given.layers[index] = layer()
@@ -95,25 +86,13 @@ def _replaced(index: int, layer: Callable[[], Any]) -> Callable[[Given], None]:
 
 
 MISTAKES: dict[str, Callable[[Given, int], None]] = {
-    "memory that nothing fits": _mistake_of_all(_little_memory),
-    "half a microbatch": _mistake_of_all(_options(micro_batches=2.5)),
-    "odd microbatches": _mistake_of_all(
-        _options(micro_batches=5, schedule="interleaved-1f1b")
-    ),
     "other microbatches": _mistake_of_last(_options(micro_batches=8)),
-    "no schedule file": _mistake_of_all(_options(schedule="missing.csv")),
-    "no schedule": _mistake_of_all(_options(schedule=None)),
     "one layer less": _mistake_of_last(lambda given: given.layers.pop(2)),
     "another layer": _mistake_of_last(_replaced(1, nn.ReLU)),
     "a layer without sizes, on one rank": _mistake_of_last(
         _replaced(2, lambda: lambda: nn.LazyLinear(WIDTH))
     ),
     "a loss that is a class": _mistake_of_all(_set(loss_fn=nn.CrossEntropyLoss)),
-    "measured, on little memory": _mistake_of_all(
-        _options(
-            costs="measure", sample=torch.ones(2, WIDTH), memory_bytes=[100.0, 100.0]
-        )
-    ),
     "weights of nothing": _mistake_of_all(_options(weight_of=lambda target: -1)),
     "an option that is none, on one rank": _mistake_of_last(_options(microbatches=4)),
     "a batch of nothing": _mistake_of_all(_set(batch=torch.empty(0, WIDTH))),

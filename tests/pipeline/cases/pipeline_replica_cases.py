@@ -270,41 +270,9 @@ def not_built(kind: str) -> str:
         options["loss_reduction"] = "sum"
     if kind == "other schedule" and rank == world_size - 1:
         options["schedule"] = "gpipe"
-    if kind == "uneven":
-        options["replicas"] = 3
     return told(
         lambda: Pipeline(layers, loss_of, micro_batches=4, **CALM, **options).close()
     )
-
-
-def dropped(replicas: int) -> dict[str, torch.Tensor]:
-    """A step with dropout on 16 samples, however many replicas share them."""
-    rank = this_place().rank if replicas > 1 else 0
-    torch.manual_seed(rank)  # the replicas start equal all the same
-    layers = [
-        lambda: nn.Linear(WIDTH, 8),
-        lambda: nn.Dropout(0.5),
-        lambda: nn.Sequential(nn.Linear(8, CLASSES), nn.Dropout(0.5)),
-    ]
-    layers = [lambda make=make: make().double() for make in layers]
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(16, WIDTH, generator=generator, dtype=torch.float64)
-    y = torch.randint(CLASSES, (16,), generator=generator)
-    each = 16 // replicas
-    mine = slice(rank * each, (rank + 1) * each)
-    with Pipeline(
-        layers,
-        loss_of,
-        micro_batches=8 // replicas,
-        schedule="gpipe",
-        replicas=replicas,
-        seed=3,
-        **CALM,
-    ) as pipe:
-        pipe.step(x[mine], y[mine])
-        return {
-            n: one.grad for n, one in pipe.named_parameters() if one.grad is not None
-        }
 
 
 def begun() -> dict[str, torch.Tensor]:

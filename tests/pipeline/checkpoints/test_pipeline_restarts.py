@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 from elche.checkpoint.store import CheckpointStore
+from tests.harness.printing import ended, started
 from tests.pipeline.cases.pipeline_cases import loss_of
 from tests.pipeline.cases.pipeline_state_cases import (
     EPOCHS,
@@ -24,23 +23,14 @@ from tests.pipeline.cases.pipeline_state_cases import (
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[3]
 CASES = Path(__file__).parents[1] / "cases"
 SCRIPT = CASES / "restarted_script.py"
 
 
-def start(folder: Path, stopped_at: int, *options: str) -> subprocess.Popen[str]:
-    words = f"--nproc 2 --checkpoint-dir {folder} --checkpoint-every 0.01".split()
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "elche", "run", *words, *options),
-            *(str(SCRIPT), str(folder), str(stopped_at)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )
+def command(folder: Path, stopped_at: int, *options: str) -> list[str]:
+    words = f"elche run --nproc 2 --checkpoint-dir {folder} --checkpoint-every 0.01"
+    script = str(SCRIPT), str(folder), str(stopped_at)
+    return [sys.executable, "-m", *words.split(), *options, *script]
 
 
 def expected() -> dict[int, float]:
@@ -70,23 +60,18 @@ def check(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_sigterm_makes_a_last_checkpoint(tmp_path: Path) -> None:
-    run = start(tmp_path, 6)
-    assert run.stdout is not None
-    lines = [run.stdout.readline() for _ in range(6)]
-    assert lines[-1] == "step 6\n"
-    run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=100)
-    assert run.returncode == 143, errors
-    assert "elche: last checkpoint: " in errors
-    again = start(tmp_path, 0, "--resume")
-    _, errors = again.communicate(timeout=100)
-    assert again.returncode == 0, errors
+    with started(tmp_path, command(tmp_path, 6)) as [run]:
+        run.wait_for("step 6\n")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 143, run.output
+        assert "elche: last checkpoint: " in run.output
+    with started(tmp_path, command(tmp_path, 0, "--resume")) as [again]:
+        assert again.end() == 0, again.output
     assert check(tmp_path)[6] == 7, "nothing was lost"
 
 
 def test_a_script_that_does_not_close_keeps_its_last_checkpoint(tmp_path: Path) -> None:
-    script = CASES / "left_open_script.py"
-    words = [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    subprocess.run([*words, str(tmp_path)], env=env, check=True, timeout=100)
+    script = str(CASES / "left_open_script.py")
+    done = ended("-m", "elche", "run", "--nproc", "2", script, str(tmp_path))
+    assert done.returncode == 0, done.stderr
     assert CheckpointStore(tmp_path).newest() is not None

@@ -17,7 +17,6 @@ from tests.pipeline.cases.pipeline_replica_cases import (
     alone,
     bad_batches,
     begun,
-    dropped,
     normed,
     not_built,
     stumbles,
@@ -154,14 +153,6 @@ def test_the_reduction_begins_before_the_last_weight_gradient(
         assert second_s >= one.last_action_s[1]
 
 
-def test_dropout_is_that_of_one_pipeline_with_all_microbatches(
-    ranks2: RankPool,
-) -> None:
-    expected = dropped(1)
-    for found in ranks2.run(dropped, 2, case_setup=serve_in_thread):
-        assert furthest(found, expected) <= 1e-12
-
-
 def test_replicas_start_equal(ranks3: RankPool) -> None:
     states = ranks3.run(begun, case_setup=serve_in_thread)
     for state in states:
@@ -225,7 +216,6 @@ def test_bad_batches_are_told_in_all_replicas(ranks2: RankPool) -> None:
         ),
         ("other settings", r"disagree about the settings"),
         ("other schedule", r"disagree about the schedule: rank 2 has"),
-        ("uneven", r"4 ranks cannot be divided evenly among 3 replicas"),
     ],
 )
 def test_what_cannot_be_built_is_told_everywhere(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from itertools import pairwise
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,20 +205,6 @@ def test_units_are_reduced_in_the_order_in_which_they_are_complete(
                 for one in (a, b)
             ]
             assert complete == sorted(complete)
-
-
-def test_equal_partitions_make_a_unit_of_each_stage() -> None:
-    flat = [held([1, 2], 0, 9), held([3, 4], 1, 8)] * 2
-    units = plan_units(flat)
-    assert [(unit.ranks, unit.names) for unit in units] == [
-        ((0, 2), ("1.weight", "2.weight")),
-        ((1, 3), ("3.weight", "4.weight")),
-    ]
-
-
-def test_descriptions_travel() -> None:
-    (layer,) = held([3], 1, 8)
-    assert HeldLayer(*msgpack.unpackb(msgpack.packb(astuple(layer)))) == layer
 
 
 def test_differences_between_replicas_are_named() -> None:

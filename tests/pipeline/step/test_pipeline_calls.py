@@ -12,7 +12,6 @@ import pytest
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
-from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.peers.waits import BEYOND_S, Waits
 from elche.runtime.process.environment import read_placement
 from tests.harness.rank_pool import RankPool
@@ -117,20 +116,6 @@ def test_a_rank_that_leaves_leaves_nobody_waiting(
     first, second = ranks2.run(leaves, kind, case_setup=serve_in_thread)
     assert first.startswith(other)
     assert second == own
-
-
-def test_a_rank_that_comes_after_the_end_is_told_why() -> None:
-    with serve_in_thread(2) as environments:
-        place = read_placement(environments[0])
-        assert place.coordinator is not None
-        early = ControlChannel.connect(place.coordinator, place.key, 1, 20.0)
-        try:
-            early.send(Failed(rank=1, error="no data", traceback=""))
-            early.receive(20.0, "the end")
-        finally:
-            early.close()
-        with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
-            StagePeers.join(place, 5.0)
 
 
 @contextmanager

@@ -11,17 +11,11 @@ from tests.pipeline.cases.pipeline_input_cases import MISTAKES, mistaken, shuffl
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
 MESSAGES = {
-    "memory that nothing fits": "rank 0 needs 1 units of activation memory",
-    "half a microbatch": "expected micro_batches to be an int >= 1, got 2.5",
-    "odd microbatches": "got 5 microbatches; use a multiple of 2",
     "other microbatches": "rank 1 has zb-h1 of 2 stages and 8 microbatches",
-    "no schedule file": "cannot read missing.csv",
-    "no schedule": "expected the name of a schedule",
     "one layer less": "ranks disagree about the partition",
     "another layer": "the layers, at 1: rank 0 has 1 (Tanh), rank 1 has 1 (ReLU)",
     "a layer without sizes, on one rank": "layer 2 (LazyLinear) has parameters or",
     "a loss that is a class": "needs a loss function of (output, target) that returns",
-    "measured, on little memory": "no partition fits the memory",
     "weights of nothing": "weight_of gave -1 for the target of microbatch 0; expected",
     "an option that is none, on one rank": "unexpected keyword argument 'microbatches'",
     "a batch of nothing": "the batch has no samples; leave empty batches out",

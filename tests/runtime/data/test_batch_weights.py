@@ -69,6 +69,8 @@ def test_one_number_of_any_kind(said: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
+        ("4", "'4'"),
+        (torch.tensor(float("nan")), r"tensor\(nan\)"),
         (np.zeros(2), r"an array of shape \[2\]"),
         (np.array("3"), r"array\('3'.*\)"),
         (np.array(3j), r"array\(0.\+3.j\)"),

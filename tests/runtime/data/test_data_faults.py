@@ -49,12 +49,7 @@ def _train(
     data = Changing(32, broken and elche.rank() in ranks)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    loader = DataLoader(
-        data,
-        4,
-        num_workers=num_workers,
-        drop_last=drop_last,
-    )
+    loader = DataLoader(data, 4, num_workers=num_workers, drop_last=drop_last)
     seen: list[list[int]] = []
     with failing_together():
         model, optimizer, ours = elche.setup(model, optimizer, loader, policy=policy)

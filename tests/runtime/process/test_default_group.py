@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from elche.comm.transport.torch_store import HOST, TorchStore
 from tests.harness.ports import free_port
-from tests.harness.printing import environment_of, started
+from tests.harness.printing import started
 
 pytestmark = pytest.mark.distributed
 
@@ -128,26 +128,15 @@ for run in range(2):
 
 def run_two(
     tmp_path: Path, method: str, variables: dict[str, str], wanted: str = ""
-) -> list[subprocess.CompletedProcess[str]]:
+) -> list[tuple[int, str]]:
+    """The exit codes of two ranks, and what they printed."""
     script = tmp_path / "joined.py"
     script.write_text(JOINED)
-    begun = [
-        subprocess.Popen(
-            [sys.executable, str(script), method, str(rank), wanted],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment_of(
-                **{name: value.format(rank=rank) for name, value in variables.items()}
-            ),
-        )
-        for rank in range(2)
-    ]
-    ended = [(process, *process.communicate(timeout=150.0)) for process in begun]
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *said)
-        for process, *said in ended
-    ]
+    words = sys.executable, str(script), method
+    programs = [(*words, str(rank), wanted) for rank in range(2)]
+    own = [{n: v.format(rank=r) for n, v in variables.items()} for r in range(2)]
+    with started(tmp_path, *programs, variables=own) as ranks:
+        return [(each.end(), each.output) for each in ranks]
 
 
 def test_the_store_of_a_default_group_serves(tmp_path: Path) -> None:
@@ -165,14 +154,15 @@ def test_the_store_of_a_default_group_serves(tmp_path: Path) -> None:
         (f"file://{tmp_path}/rendezvous", {}),
     ):
         ranks = run_two(tmp_path, method, variables)
-        assert [rank.returncode for rank in ranks] == [0, 0], ranks
-        said = [rank.stdout.splitlines() for rank in ranks]
+        assert [code for code, _ in ranks] == [0, 0], ranks
+        said = [re.findall(r"^(\d \d+ \d+) (\S+)$", out, re.M) for _, out in ranks]
         for rank, lines in enumerate(said):
-            assert [line.split()[:3] for line in lines] == 2 * [[str(rank), "2", "64"]]
-        assert len({line.split()[3] for lines in said for line in lines}) == 1
+            assert [line for line, _ in lines] == [f"{rank} 2 64"] * 2
+        assert len({bias for lines in said for _, bias in lines}) == 1
 
 
 def test_variables_unlike_the_default_group_are_refused(tmp_path: Path) -> None:
-    for rank in run_two(tmp_path, f"file://{tmp_path}/rendezvous", {}, wanted="1"):
-        assert rank.returncode == 1
-        assert "as in torch.distributed's default group" in rank.stderr
+    where = f"file://{tmp_path}/rendezvous"
+    for code, output in run_two(tmp_path, where, {}, wanted="1"):
+        assert code == 1
+        assert "as in torch.distributed's default group" in output

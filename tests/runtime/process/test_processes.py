@@ -75,13 +75,6 @@ def test_torchrun(policy: str) -> None:
     assert not any(map(os.path.exists, paths))
 
 
-def test_plain_python_is_one_rank() -> None:
-    done = ended(SCRIPT, "ok")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "done 0 of 1\n"
-    assert done.stderr.startswith("elche: CPU")
-
-
 def test_speeds_are_named_and_labelled_emulated() -> None:
     done = ended(*ELCHE, "--speeds", "1,0.25", "--ms-per-sample", "0.1", SCRIPT, "ok")
     assert done.returncode == 0, done.stderr

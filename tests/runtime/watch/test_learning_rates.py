@@ -183,8 +183,7 @@ def test_there_is_nothing_to_follow_before_setup() -> None:
         elche.follow(scheduler)
 
 
-def test_one_device_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("plain_environment")
+def test_one_device_steps_by_itself() -> None:
     alone = _schedules({"policy": "cadence"})
     assert alone.rates == _schedules(None).rates

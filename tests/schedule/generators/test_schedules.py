@@ -22,21 +22,6 @@ from tests.schedule.strategies import assert_complete, named, placements
 
 
 @given(named())
-@settings(max_examples=50)
-def test_every_schedule_is_complete_and_runs(
-    case: tuple[str, PipelineCosts, int, int],
-) -> None:
-    name, costs, count, _ = case
-    schedule = make_schedule(name, costs, count)
-    assert schedule.num_ranks == costs.num_ranks
-    assert_complete(schedule)
-    timing = simulate(schedule, costs)
-    assert timing.makespan >= max(timing.busy) - 1e-9
-    assert timing.makespan >= max(timing.spans) - 1e-9
-    assert 0 <= timing.bubble_span <= timing.bubble_makespan + 1e-9 < 1
-
-
-@given(named())
 @settings(max_examples=30)
 def test_lowered_schedules_run_as_the_others(
     case: tuple[str, PipelineCosts, int, int],

@@ -193,7 +193,7 @@ def _copied(model: nn.Module) -> State:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def weigh_by(kind: str, options: dict[str, Any]) -> None:
+def weigh_by(options: dict[str, Any]) -> None:
     """An epoch in which rank 1 weighs a batch by what no batch can weigh."""
     model, optimizer, loader = _build(Job())
     seen = 0
@@ -201,10 +201,7 @@ def weigh_by(kind: str, options: dict[str, Any]) -> None:
     def weight_of(batch: Any) -> Any:
         nonlocal seen
         seen += 1
-        is_bad = elche.rank() == 1 and seen == 2
-        if not is_bad:
-            return len(batch[0])
-        return {"negative": -1, "nan": torch.tensor(float("nan")), "text": "4"}[kind]
+        return -1 if elche.rank() == 1 and seen == 2 else len(batch[0])
 
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, weight_of=weight_of, **nested(options)

@@ -73,9 +73,6 @@ class _ControlStore(dist.Store):
         for key in keys:
             self.get(key)
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
 
 class _Alone:
     """Substitute for torch's group and work handle with one rank; sends nothing."""
@@ -224,9 +221,14 @@ class Group:
         return Group(made, rank, world_size, timeout_s)
 
     @property
-    def point_to_point(self) -> Any:
-        """Torch's group, for send and recv."""
-        return self._live
+    def native(self) -> Any:
+        """Torch's group, or its substitute on one rank; raises once it has ended."""
+        if self._process_group is None:
+            raise CommunicationError(
+                f"the process group of {self.world_size} ranks has ended on rank "
+                f"{self.rank}; start a new run"
+            )
+        return self._process_group
 
     def hosts(self) -> tuple[str, ...]:
         """Returns the names of the ranks' hosts; the first call is collective."""
@@ -236,10 +238,10 @@ class Group:
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins an in-place all-reduce (sum) of ``tensor``; see :meth:`wait`."""
-        live = self._live
+        native = self.native
         if self.devices is not None and tensor.device.type != "cpu":
             return self.devices.all_reduce_async(tensor)
-        return self._begin(tensor, lambda each: live.allreduce([each]))
+        return self._begin(tensor, lambda each: native.allreduce([each]))
 
     def wait(self, work: Any, what: str) -> None:
         """Waits for a collective.
@@ -316,8 +318,8 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
         """Broadcasts one rank's ``tensor`` to all ranks, in place."""
-        live = self._live
-        work = self._begin(tensor, lambda each: live.broadcast(each, source))
+        native = self.native
+        work = self._begin(tensor, lambda each: native.broadcast(each, source))
         self.wait(work, what)
 
     def _begin(
@@ -346,15 +348,6 @@ class Group:
         if FORK_MAY_DEADLOCK:
             with torch.no_grad():
                 self._kept.append(tensor.view_as(tensor))
-
-    @property
-    def _live(self) -> Any:
-        if self._process_group is None:
-            raise CommunicationError(
-                f"the process group of {self.world_size} ranks has ended on rank "
-                f"{self.rank}; start a new run"
-            )
-        return self._process_group
 
     def at_close(self, end: Callable[[], None]) -> None:
         """Registers a callback that runs before the group is closed or left."""

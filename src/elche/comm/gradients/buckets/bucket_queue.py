@@ -88,12 +88,13 @@ class BucketQueue:
 
     def residuals(self) -> dict[int, torch.Tensor]:
         """Returns a codec's flat residuals by parameter ID."""
-        pairs = [
-            pair
+        return {
+            id(parameter): left
             for bucket in self.buckets
-            for pair in zip(bucket.parameters, bucket.residuals(), strict=False)
-        ]
-        return {id(parameter): left for parameter, left in pairs}
+            for parameter, left in zip(
+                bucket.parameters, bucket.residuals(), strict=False
+            )
+        }
 
     def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:
         """Loads residuals that come from other buckets."""

@@ -7,6 +7,7 @@ loopback unless an address is given.
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 import time
 from collections import deque
@@ -444,3 +445,8 @@ def gather_texts(group: Group, text: str, what: str) -> list[str]:
         bytes(row[:size].tolist()).decode()
         for row, size in zip(rows, sizes, strict=True)
     ]
+
+
+def gather_values(group: Group, value: Any, what: str) -> list[Any]:
+    """Gathers every rank's value, which JSON can hold; a collective call."""
+    return [json.loads(text) for text in gather_texts(group, json.dumps(value), what)]

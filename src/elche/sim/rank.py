@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from elche.cadence.rank_time import RankTime
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range
@@ -14,6 +15,7 @@ from elche.coordination.accounts.epoch_parts import EpochRest
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import (
     EpochOpened,
+    Event,
     Failed,
     Join,
     JoinReady,
@@ -23,21 +25,20 @@ from elche.coordination.protocol.events import (
 from elche.coordination.protocol.instructions import (
     Abort,
     BeginEpoch,
+    EndEpoch,
     GrantBatches,
     Instruction,
     MetricsReported,
     PolicyChosen,
+    Reduce,
     Regroup,
     Welcome,
 )
 from elche.coordination.protocol.messages import PROTOCOL_VERSION, Runs
 from elche.sim.cluster import Cluster, Device
-from elche.sim.engine import AbortedError, Collective, Receive, Script
-from elche.sim.history import DATA, LEASE, REGROUP, START, RankHistory
+from elche.sim.engine import AbortedError, Collective, Engine, Receive, Script
+from elche.sim.history import DATA, LEASE, REGROUP, START, History, RankHistory
 from elche.sim.simulated_loader import Loaded
-
-if TYPE_CHECKING:
-    from elche.sim.simulation import Simulation
 
 LEFT_BEHIND = (GrantBatches, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
@@ -74,6 +75,65 @@ def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join
     return Join(**(values | changes))
 
 
+class World(ABC):
+    """Environment of the simulated ranks.
+
+    Attributes:
+        engine: clock and network.
+        groups: members of each generation.
+        books: account of the models for each run, if kept.
+        plans: by window and rank, the latest `Reduce`; for the books.
+    """
+
+    def __init__(self, cluster: Cluster, history: History) -> None:
+        self.cluster = cluster
+        self.history = history
+        self.engine = Engine(cluster, self.ended)
+        self.groups: dict[int, frozenset[int]] = {}
+        self.books: list[Any] = []
+        self.plans: dict[int, dict[int, Reduce]] = {}
+        names = [device.name for device in cluster.ranks]
+        is_host = cluster.run.config.transport.kind == "gloo"
+        is_host = is_host or any(name.startswith("CPU") for name in names)
+        self.backend = "" if is_host else "NCCL"  # real ranks probe their backend
+        self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
+
+    @abstractmethod
+    def receive(self, event: Event) -> None:
+        """Handles an event that has arrived at the coordinator."""
+
+    @abstractmethod
+    def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
+        """Records that a rank has ended an epoch."""
+
+    @abstractmethod
+    def ended(self, rank: int, by_abort: bool) -> None:
+        """Records that a process has ended by itself."""
+
+    def break_at(self, rank: int, epoch: int) -> int | None:
+        """Returns the batches after which a rank's loop leaves an epoch, or None."""
+        return self._breaks.get((rank, epoch))
+
+    def send(self, event: Event) -> None:
+        """Sends a rank's message to the core."""
+        self.engine.travel("up", event.rank, self.receive, event)
+
+    def take(self, rank: int) -> Instruction | None:
+        """Returns the next instruction in a rank's inbox, or None.
+
+        Raises:
+            AbortedError: the instruction ends the run.
+        """
+        inbox = self.engine.processes[rank].inbox
+        if not inbox:
+            return None
+        instruction = inbox.popleft()
+        if isinstance(instruction, Abort):
+            self.history.aborts[rank] = instruction
+            raise AbortedError(instruction.reason)
+        return instruction
+
+
 class Rank:
     """State of a rank's process that all of its epochs share.
 
@@ -81,6 +141,7 @@ class Rank:
         sim: the simulation.
         rank: rank number.
         device: device that it trains on.
+        epoch_of: returns the script of an epoch, or of a part of it, by its policy.
         is_new: True if it joins a running run.
 
     Attributes:
@@ -91,12 +152,14 @@ class Rank:
 
     def __init__(
         self,
-        sim: Simulation,
+        sim: World,
         rank: int,
         device: Device,
+        epoch_of: Callable[[Rank, BeginEpoch], Generator[Any, Any, EndEpoch]],
         *,
         is_new: bool,
     ) -> None:
+        self._epoch_of = epoch_of
         self.sim = sim
         self.engine = sim.engine
         self.history = sim.history
@@ -159,7 +222,7 @@ class Rank:
         if begin.policy != "sync":
             self.excluded = frozenset()
         self.sizes = BatchSizes(begin.sizes, BatchCut(*begin.cut))
-        end = yield from self.sim.epoch_of(self, begin)
+        end = yield from self._epoch_of(self, begin)
         self.rest = self.rest.after(end)
         self._is_part = bool(self.rest.left.ranges) and not end.is_early
         if self._is_part:

@@ -12,7 +12,6 @@ from typing import Any
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import Event, Failed, RankLost, Tick
 from elche.coordination.protocol.instructions import (
-    Abort,
     BeginEpoch,
     EndEpoch,
     Instruction,
@@ -24,9 +23,8 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.state import Coordinator
 from elche.errors import ElcheError
 from elche.sim.cluster import Cluster, Device, Fault
-from elche.sim.engine import AbortedError, Engine
 from elche.sim.history import History, RankHistory
-from elche.sim.rank import Rank
+from elche.sim.rank import Rank, World
 from elche.sim.sync_worker import SimulatedSyncEpoch
 from elche.sim.window_worker import SimulatedWindowEpoch
 
@@ -78,33 +76,17 @@ class CoordinatorLoad:
         self.longest_s = max(self.longest_s, spent_s)
 
 
-class Simulation:
+class Simulation(World):
     """Runs a cluster description to its end.
 
     Args:
         cluster: description of the simulation.
         watch: recording and checking options.
-
-    Attributes:
-        engine: clock and network.
-        groups: members of each generation.
-        books: account of the models for each run, if kept.
-        plans: by window and rank, the latest `Reduce`; for the books.
     """
 
     def __init__(self, cluster: Cluster, watch: Watch | None = None) -> None:
         self.watch = watch or Watch()
-        self.cluster = cluster
-        self.history = History(details=self.watch.details)
-        self.engine = Engine(cluster, self.ended)
-        self.groups: dict[int, frozenset[int]] = {}
-        self.books: list[Any] = []
-        self.plans: dict[int, dict[int, Reduce]] = {}
-        names = [device.name for device in cluster.ranks]
-        is_host = cluster.run.config.transport.kind == "gloo"
-        is_host = is_host or any(name.startswith("CPU") for name in names)
-        self.backend = "" if is_host else "NCCL"  # real ranks probe their backend
-        self._breaks = {(one.rank, one.epoch): one.batches for one in cluster.breaks}
+        super().__init__(cluster, History(details=self.watch.details))
         self.core = Coordinator(cluster.world_size, survives=True)
         self.load = CoordinatorLoad()
         self.messages: list[tuple[float, Event | Instruction]] = []
@@ -148,30 +130,7 @@ class Simulation:
         """Ranks whose processes run."""
         return sorted(r for r, p in self.engine.processes.items() if p.is_alive)
 
-    def break_at(self, rank: int, epoch: int) -> int | None:
-        """Returns the batches after which a rank's loop leaves an epoch, or None."""
-        return self._breaks.get((rank, epoch))
-
-    def send(self, event: Event) -> None:
-        """Sends a rank's message to the core."""
-        self.engine.travel("up", event.rank, self.receive, event)
-
-    def take(self, rank: int) -> Instruction | None:
-        """Returns the next instruction in a rank's inbox, or None.
-
-        Raises:
-            AbortedError: the instruction ends the run.
-        """
-        inbox = self.engine.processes[rank].inbox
-        if not inbox:
-            return None
-        instruction = inbox.popleft()
-        if isinstance(instruction, Abort):
-            self.history.aborts[rank] = instruction
-            raise AbortedError(instruction.reason)
-        return instruction
-
-    def epoch_of(self, rank: Rank, begin: BeginEpoch) -> Generator[Any, Any, EndEpoch]:
+    def _epoch_of(self, rank: Rank, begin: BeginEpoch) -> Generator[Any, Any, EndEpoch]:
         """Runs a rank's epoch, or a part of it."""
         self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
         if begin.policy == "sync":
@@ -213,7 +172,7 @@ class Simulation:
         )
         self.devices[rank] = device
         is_new = rank >= self.cluster.world_size
-        script = Rank(self, rank, device, is_new=is_new).live()
+        script = Rank(self, rank, device, self._epoch_of, is_new=is_new).live()
         self.engine.start(rank, script, after_s)
 
     def receive(self, event: Event) -> None:

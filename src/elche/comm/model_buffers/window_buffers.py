@@ -202,8 +202,9 @@ class WindowBuffers:
 
     def join_own(self) -> None:
         """Marks buffers as local that are local on any rank; a collective call."""
-        ranks = gather_values(self._group, sorted(self._known.own), WHAT)
-        self._known.keep_own(number for own in ranks for number in own)
+        if self._known.kinds:
+            ranks = gather_values(self._group, sorted(self._known.own), WHAT)
+            self._known.keep_own(number for own in ranks for number in own)
 
     def poll(self) -> bool:
         """True if :meth:`wait` would return, or raise, at once."""

@@ -24,7 +24,7 @@ from torch import nn
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.exchange import Exchange, open_exchange
-from elche.comm.transport.process_group import Group, gather_values
+from elche.comm.transport.process_group import Group
 
 WHAT = "agreeing on what the ranks' batches weigh"
 
@@ -112,8 +112,10 @@ class StepWeights:
         Returns:
             Factor of those sums on ``source``.
         """
-        if source is not None:  # this rank may be the source of the next group
-            self._factor = gather_values(group, self._factor, WHAT)[source]
+        factor = torch.tensor([self._factor], dtype=torch.float64, device="cpu")
+        if source is not None:
+            group.broadcast(factor, WHAT, source)
+        self._factor = float(factor)  # this rank may be the source of the next group
         self._group, self._reference = group, 0.0
         self._open()
         return self._factor

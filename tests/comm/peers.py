@@ -70,7 +70,7 @@ class Peer:
         self.sent_bytes = 0
 
     @property
-    def point_to_point(self) -> Peer:
+    def native(self) -> Peer:
         return self
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:

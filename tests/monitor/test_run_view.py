@@ -20,8 +20,14 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.monitor.event_records import EventRecorder, Record
 from elche.monitor.live_run import LiveRun, ProgressLines
-from elche.monitor.run_history import run_row
-from elche.monitor.run_view import RANKS_SHOWN, RankLine, RunView, rank_table
+from elche.monitor.run_history import RunHistory, run_row
+from elche.monitor.run_view import (
+    RANKS_SHOWN,
+    RankLine,
+    rank_table,
+    run_head,
+    run_lines,
+)
 
 Window = tuple[float, tuple[int, int]]
 
@@ -71,30 +77,30 @@ def window(
     return MetricsReported(rank=0, epoch=0, window=0, values=metrics.to_json())
 
 
-def seen(*messages: object) -> RunView:
-    view = RunView()
+def seen(*messages: object) -> RunHistory:
+    history = RunHistory()
     for record in recorded(EventRecorder(), join(0), join(1), *messages):
-        view.history.take(record)
-    return view
+        history.take(record)
+    return history
 
 
 def recorded(recorder: EventRecorder, *messages: object) -> list[Record]:
     return [r for m in messages for r in recorder.see(m, 0.0)]  # type: ignore[arg-type]
 
 
-def rate(view: RunView) -> float:
-    return run_row(view.history.recent() or {})["samples_per_s"]
+def rate(history: RunHistory) -> float:
+    return run_row(history.recent() or {})["samples_per_s"]
 
 
-def efficiency(view: RunView) -> float:
-    return run_row(view.history.recent() or {})["efficiency"]
+def efficiency(history: RunHistory) -> float:
+    return run_row(history.recent() or {})["efficiency"]
 
 
 def test_rate_efficiency_and_the_time_left() -> None:
-    view = seen(begin(), window(1.0, (80, 20), (0.8, 0.5)))
-    assert rate(view) == 100.0
-    assert efficiency(view) == pytest.approx(100.0 / (80 / 0.8 + 20 / 0.5))
-    head, _, first, second = view.lines()
+    history = seen(begin(), window(1.0, (80, 20), (0.8, 0.5)))
+    assert rate(history) == 100.0
+    assert efficiency(history) == pytest.approx(100.0 / (80 / 0.8 + 20 / 0.5))
+    head, _, first, second = run_lines(history)
     assert "epoch 0 (sync)" in head
     assert "100 of 1,000 samples  100/s, 71% of what the devices deliver" in head
     assert head.endswith("0:09 left")
@@ -104,35 +110,35 @@ def test_rate_efficiency_and_the_time_left() -> None:
 
 def test_a_rank_that_was_left_out_counts_with_the_speed_it_had() -> None:
     alone = [window(1.0, (80, 0), (1.0, 0.0))] * 6
-    view = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)), *alone)
-    assert rate(view) == 80.0
-    assert efficiency(view) == pytest.approx(0.8)
+    history = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)), *alone)
+    assert rate(history) == 80.0
+    assert efficiency(history) == pytest.approx(0.8)
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 20.0), st.tuples(*[st.integers(0, 99)] * 2))))
 def test_rates_are_of_the_last_seconds(windows: list[Window]) -> None:
-    view, recorder, recent = RunView(), EventRecorder(), list[Window]()
+    history, recorder, recent = RunHistory(), EventRecorder(), list[Window]()
     for duration_s, samples in windows:
         message = window(duration_s, samples, (duration_s, duration_s))
-        view.history.take(*recorded(recorder, message))
+        history.take(*recorded(recorder, message))
         recent.append((duration_s, samples))
         while sum(each[0] for each in recent[1:]) >= 5.0:
             del recent[0]
     taken_s = sum(each[0] for each in recent)
     expected = sum(sum(each[1]) for each in recent) / taken_s if recent else 0.0
-    assert not windows or rate(view) == pytest.approx(expected)
+    assert not windows or rate(history) == pytest.approx(expected)
 
 
 def test_epochs_and_policies_follow_each_other() -> None:
     messages = begin(), window(1.0, (80, 20), (1.0, 1.0)), end()
-    view = seen(*messages)
-    assert "epoch 0 (sync)" in view.lines()[0]
-    assert not view.history.is_training
-    assert "left" not in view.lines()[0]
+    history = seen(*messages)
+    assert "epoch 0 (sync)" in run_lines(history)[0]
+    assert not history.is_training
+    assert "left" not in run_lines(history)[0]
     again = begin(epoch=1), begin(epoch=1)  # the second is the other rank's
-    view = seen(*messages, *again)
-    assert "epoch 1 (sync)" in view.lines()[0]
-    assert " 0 of 1,000 samples" in view.lines()[0]
+    history = seen(*messages, *again)
+    assert "epoch 1 (sync)" in run_lines(history)[0]
+    assert " 0 of 1,000 samples" in run_lines(history)[0]
 
 
 def test_of_many_ranks_the_first_are_shown() -> None:
@@ -148,12 +154,12 @@ def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
     console = Console(file=screen, force_terminal=True, width=100, color_system=None)
     live = LiveRun(console)
     joined, begun = recorded(EventRecorder(), join(0), begin())
-    view = RunView()
-    view.history.take(joined)
-    live.draw(view)
+    history = RunHistory()
+    history.take(joined)
+    live.draw(history)
     assert screen.getvalue() == ""
-    view.history.take(begun)
-    live.draw(view)
+    history.take(begun)
+    live.draw(history)
     assert screen.getvalue().count("epoch 0 (sync)") == 1
     live.print_line("[bold] " + "long " * 40)
     drawn = screen.getvalue()
@@ -164,28 +170,30 @@ def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
 
 
 def test_the_time_left_of_a_run_whose_epochs_are_known() -> None:
-    view = RunView()
-    assert view.head() == "no epoch has begun"
+    history = RunHistory()
+    assert run_head(history) == "no epoch has begun"
     known = replace(join(0), settings=(("epochs", "3"),))
     done = window(1.0, (80, 20), (1.0, 1.0))
     for record in recorded(EventRecorder(), known, begin(), done):
-        view.history.take(record)
-    assert view.head().endswith("deliver, 0:09 left in the epoch, 0:29 in the run")
+        history.take(record)
+    assert run_head(history).endswith(
+        "deliver, 0:09 left in the epoch, 0:29 in the run"
+    )
 
 
 def test_a_log_gets_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, said = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     lines = ProgressLines(said.append, every_s=60.0)
-    view = RunView()
+    history = RunHistory()
     for record in recorded(EventRecorder(), join(0), begin()):
-        view.history.take(record)
+        history.take(record)
     for now_s[0] in (59.0, 61.0):
-        lines.draw(view)
+        lines.draw(history)
     assert said == []  # no window yet
     for record in recorded(EventRecorder(), window(1.0, (80, 20), (1.0, 1.0))):
-        view.history.take(record)
+        history.take(record)
     for now_s[0] in (61.0, 90.0, 122.0):
-        lines.draw(view)
+        lines.draw(history)
     assert len(said) == 2
     assert said[0].startswith("epoch 0 (sync)  100 of 1,000 samples  100/s, ")

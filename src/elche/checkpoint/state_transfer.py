@@ -15,7 +15,7 @@ from elche.checkpoint.capture import Captured
 from elche.checkpoint.files import packed_tensors, unpacked_tensors
 from elche.checkpoint.manifest import Manifest
 from elche.checkpoint.state_tree import MODEL, StateTree, decode, encode
-from elche.comm.transport.process_group import Group
+from elche.comm.transport.process_group import Group, gather_values
 from elche.errors import MismatchError
 
 WHAT: Final = "copying the run's state"
@@ -102,9 +102,7 @@ def send(
         The messages if `keeps`, else an empty list.
     """
     lengths = [0] * 2 if messages is None else [len(each) for each in messages]
-    sizes = torch.tensor(lengths, device="cpu")
-    group.broadcast(sizes, WHAT, source)
-    lengths = sizes.tolist()
+    lengths = gather_values(group, lengths, WHAT)[source]
     if messages is None and keeps:
         messages = [bytearray(length) for length in lengths]
     for at, length in enumerate(lengths):

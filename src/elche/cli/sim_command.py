@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def run_simulate(
         if not sim.is_rejected(rank):
             reason = reason or abort.reason.splitlines()[0]
     report = report_of(sim)
-    figures = {**report.as_dict(), "simulated_in_s": took_s, "aborted": reason}
+    figures = {**asdict(report), "simulated_in_s": took_s, "aborted": reason}
     write_json(json_path, figures)
     if trace_path is not None:
         names = {

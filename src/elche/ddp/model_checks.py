@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import nn
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.tensors.unshareable import difference, model_layout, unshareable_module
 from elche.comm.transport.exchange import agree_to_share
-from elche.comm.transport.process_group import gather_texts
+from elche.comm.transport.process_group import gather_values
 from elche.comm.transport.shared_memory import may_share_memory
 from elche.config_checks import check_choice
 from elche.ddp.group import TorchGroup
@@ -97,10 +96,7 @@ def compare(
         own["found"] = _found(model, ignored, settings)
     except ConfigError as error:
         own["problem"] = str(error)
-    ranks = [
-        json.loads(text)
-        for text in gather_texts(group, json.dumps(own), "comparing the ranks")
-    ]
+    ranks = gather_values(group, own, "comparing the ranks")
     for rank, each in enumerate(ranks):
         if each["problem"]:
             raise ConfigError(f"on rank {rank}: {each['problem']}")

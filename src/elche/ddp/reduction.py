@@ -18,6 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -165,7 +166,6 @@ class WeightedReduction:
         self._is_mean = is_mean
         self._has_float16 = has_float16
         self._overlaps = overlaps
-        self._control: Exchange | None = None
         self._exchanges: dict[tuple[int, torch.dtype], tuple[int, Exchange]] = {}
         self._complete: list[tuple[dist.GradBucket, Reduced]] = []
         self._sent: deque[_Message] = deque()
@@ -217,6 +217,12 @@ class WeightedReduction:
             self._end(time.monotonic() - started_s)
         return future
 
+    @cached_property
+    def _control(self) -> Exchange:
+        """Message of all ranks' facts; opened by the first reduction, collectively."""
+        device, numel = self._group.control_device, FACTS * self._group.world_size
+        return open_exchange(self._group, numel, widest_float(device), device)
+
     def _begin(self) -> None:
         """Sends this rank's weight and buffer facts, and sets the gradients' scale."""
         group, buffers = self._group, self._buffers
@@ -226,9 +232,6 @@ class WeightedReduction:
         self._complete.clear()
         self._sent.clear()
         self._factor = None
-        if self._control is None:
-            device, numel = group.control_device, FACTS * group.world_size
-            self._control = open_exchange(group, numel, widest_float(device), device)
         self._control.reclaim(AGREEING)
         facts = [weight, 0.0, 0.0, *process.shares.facts()]
         if buffers is not None:
@@ -251,7 +254,6 @@ class WeightedReduction:
         """Waits for the weights of all ranks; returns the factor of every sum."""
         if self._factor is not None:
             return self._factor
-        assert self._control is not None
         facts = self._control.finish(AGREEING).view(-1, FACTS).tolist()
         self._weights, written, layouts, *_ = zip(*facts, strict=True)
         self._shared = [row[3:] for row in facts]
@@ -294,7 +296,6 @@ class WeightedReduction:
 
     def _is_there(self, message: _Message) -> bool:
         """True if the bucket's sum can be collected without waiting."""
-        assert self._control is not None
         has_weights = self._factor is not None or self._control.poll()
         return has_weights and message.exchange.poll()
 

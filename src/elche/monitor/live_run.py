@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from elche.monitor.run_view import RunView
+from elche.monitor.run_history import RunHistory
+from elche.monitor.run_view import run_head, run_lines
 
 
 @final
@@ -35,11 +36,11 @@ class LiveRun:
             redirect_stderr=False,
         )
 
-    def draw(self, view: RunView) -> None:
+    def draw(self, history: RunHistory) -> None:
         """Redraws the view, from the first epoch on."""
-        if view.history.epochs:
+        if history.epochs:
             self._live.start()
-            text = "\n".join(view.lines())
+            text = "\n".join(run_lines(history))
             shown = Text(text, no_wrap=True, overflow="ellipsis")
             self._live.update(shown, refresh=True)
 
@@ -67,12 +68,12 @@ class ProgressLines:
         self._say, self._every_s = say, every_s
         self._said_s = time.monotonic()
 
-    def draw(self, view: RunView) -> None:
+    def draw(self, history: RunHistory) -> None:
         """Prints the line, if it is due and an epoch has begun."""
         now_s = time.monotonic()
-        if view.history.windows and now_s - self._said_s >= self._every_s:
+        if history.windows and now_s - self._said_s >= self._every_s:
             self._said_s = now_s
-            self._say(view.head())
+            self._say(run_head(history))
 
 
 def open_display() -> LiveRun | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from elche.errors import ConfigError
-from elche.monitor.run_view import aligned
+from elche.monitor.run_view import aligned, cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +65,16 @@ def plain_table(results: Sequence[ContenderResult]) -> str:
     columns = [
         ("contender", "<", [row.name for row in results]),
         ("samples/s", ">", [_rate(row) for row in results]),
-        ("hardware eff.", ">", [_cell(row.efficiency, ".1%") for row in results]),
-        ("bound", ">", [_cell(row.bound, ".1%") for row in results]),
-        ("sample eff.", ">", [_cell(row.sample_efficiency, ".0%") for row in results]),
-        ("eval loss", ">", [_cell(row.eval_loss, ".4f") for row in results]),
+        ("hardware eff.", ">", [cell(row.efficiency, ".1%") for row in results]),
+        ("bound", ">", [cell(row.bound, ".1%") for row in results]),
+        ("sample eff.", ">", [cell(row.sample_efficiency, ".0%") for row in results]),
+        ("eval loss", ">", [cell(row.eval_loss, ".4f") for row in results]),
         (
             "time to loss",
             ">",
-            [_cell(row.time_to_loss_s, ".1f", " s") for row in results],
+            [cell(row.time_to_loss_s, ".1f", " s") for row in results],
         ),
-        ("gain", ">", [_cell(row.gain, ".2f", "x") for row in results]),
+        ("gain", ">", [cell(row.gain, ".2f", "x") for row in results]),
         ("note", "<", [row.note for row in results]),
     ]
     return "\n".join(aligned([each for each in columns if {*each[2]} - {"", "-"}]))
@@ -109,10 +109,6 @@ def _rate(result: ContenderResult) -> str:
     if result.samples_per_s_spread is not None:
         text += f" ±{result.samples_per_s_spread / 2:.1%}"
     return text
-
-
-def _cell(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def to_json_text(values: Any) -> str:

@@ -10,7 +10,6 @@ from elche.monitor.event_records import Record
 from elche.monitor.page.rows import event_text, start_s
 from elche.monitor.run_history import RunHistory, rank_row, run_row
 
-VIEWED_WINDOWS = 400
 BAR_CELLS = 24
 RANKS_SHOWN = 16
 EVENTS_SHOWN = 3
@@ -44,9 +43,9 @@ def rank_table(lines: Sequence[RankLine]) -> list[str]:
         ("rank", ">", [str(line.rank) for line in shown]),
         ("device", "<", [line.device for line in shown]),
         ("memory", ">", [f"{line.memory_bytes / 1e9:.1f} GB" for line in shown]),
-        ("samples/s", ">", [_cell(line.samples_per_s, ",.0f") for line in shown]),
-        ("share", ">", [_cell(line.share, ".0%") for line in shown]),
-        ("waiting", ">", [_cell(line.waiting, ".0%") for line in shown]),
+        ("samples/s", ">", [cell(line.samples_per_s, ",.0f") for line in shown]),
+        ("share", ">", [cell(line.share, ".0%") for line in shown]),
+        ("waiting", ">", [cell(line.waiting, ".0%") for line in shown]),
     ]
     if not any(line.memory_bytes for line in shown):
         del columns[2]
@@ -86,51 +85,42 @@ def rank_lines(
     return tuple(lines)
 
 
-class RunView:
-    """Shows a run by its records.
+def run_head(history: RunHistory, *, bar: bool = False) -> str:
+    """One line: epoch, a bar if asked for, samples, rate, time left.
 
     Rates cover the last seconds, or the last window if that is longer. Efficiency is
     the run's rate over the sum of the devices' own speeds.
-
-    Attributes:
-        history: history of the run, to be fed; a short one by default.
     """
-
-    def __init__(self, history: RunHistory | None = None) -> None:
-        self.history = history or RunHistory(most_windows=VIEWED_WINDOWS)
-
-    def head(self, bar: bool = False) -> str:
-        """One line: epoch, a bar if asked for, samples, rate, time left."""
-        history = self.history
-        if not history.epochs:
-            return "no epoch has begun"
-        epoch, done = history.epochs[-1], history.epoch_samples
-        text = f"epoch {epoch['epoch']} ({epoch['policy']})  "
-        if bar:
-            part = min(1.0, done / epoch["samples"]) if epoch["samples"] else 0.0
-            full = round(part * BAR_CELLS)
-            text += "━" * full + "╌" * (BAR_CELLS - full) + "  "
-        text += f"{done:,} of {epoch['samples']:,} samples"
-        recent = history.recent()
-        row = run_row(recent) if recent else {}
-        if not (rate := row.get("samples_per_s")):
-            return text
-        text += f"  {rate:,.0f}/s, {row['efficiency']:.0%} of what the devices deliver"
-        left_s = max(0, epoch["samples"] - done) / rate
-        if history.is_training:
-            text += f", {clock(left_s)} left"
-            if (later := (epoch.get("epochs") or 0) - epoch["epoch"] - 1) > 0:
-                run_s = left_s + later * epoch["samples"] / rate
-                text += f" in the epoch, {clock(run_s)} in the run"
+    if not history.epochs:
+        return "no epoch has begun"
+    epoch, done = history.epochs[-1], history.epoch_samples
+    text = f"epoch {epoch['epoch']} ({epoch['policy']})  "
+    if bar:
+        part = min(1.0, done / epoch["samples"]) if epoch["samples"] else 0.0
+        full = round(part * BAR_CELLS)
+        text += "━" * full + "╌" * (BAR_CELLS - full) + "  "
+    text += f"{done:,} of {epoch['samples']:,} samples"
+    recent = history.recent()
+    row = run_row(recent) if recent else {}
+    if not (rate := row.get("samples_per_s")):
         return text
+    text += f"  {rate:,.0f}/s, {row['efficiency']:.0%} of what the devices deliver"
+    left_s = max(0, epoch["samples"] - done) / rate
+    if history.is_training:
+        text += f", {clock(left_s)} left"
+        if (later := (epoch.get("epochs") or 0) - epoch["epoch"] - 1) > 0:
+            run_s = left_s + later * epoch["samples"] / rate
+            text += f" in the epoch, {clock(run_s)} in the run"
+    return text
 
-    def lines(self) -> list[str]:
-        """Lines to display: one for the run, its ranks' table, its newest events."""
-        ranks = {rank: each["device"] for rank, each in self.history.ranks.items()}
-        table = rank_table(rank_lines(ranks, self.history.recent()))
-        newest, first_s = self.history.events[-EVENTS_SHOWN:], start_s(self.history)
-        events = [f"  {clock(e['t'] - first_s)}  {event_text(e)}" for e in newest]
-        return [self.head(bar=True), *table, *events]
+
+def run_lines(history: RunHistory) -> list[str]:
+    """Lines to display: one for the run, its ranks' table, its newest events."""
+    ranks = {rank: each["device"] for rank, each in history.ranks.items()}
+    table = rank_table(rank_lines(ranks, history.recent()))
+    newest, first_s = history.events[-EVENTS_SHOWN:], start_s(history)
+    events = [f"  {clock(e['t'] - first_s)}  {event_text(e)}" for e in newest]
+    return [run_head(history, bar=True), *table, *events]
 
 
 def clock(seconds: float) -> str:
@@ -140,5 +130,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+def cell(value: float | None, form: str, unit: str = "") -> str:
+    """Formats a value of a table; "-" if it is not known."""
+    return "-" if value is None else f"{value:{form}}{unit}"

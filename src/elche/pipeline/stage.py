@@ -66,9 +66,8 @@ class Layer:
 
     def prefixed(self, name: str) -> str:
         """Returns the model's name of a parameter or buffer of this layer."""
-        if self.aliases is not None and name in self.aliases:
-            return self.aliases[name]
-        return f"{self.name}.{name}" if self.name else name
+        own = f"{self.name}.{name}" if self.name else name
+        return (self.aliases or {}).get(name, own)
 
 
 @final

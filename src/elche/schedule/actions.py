@@ -7,7 +7,8 @@ Source of the vocabulary: torch.distributed.pipelining (``_Action`` and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from elche.config_checks import check_whole
@@ -127,6 +128,14 @@ class Schedule:
         return tuple(
             stage for stage, holder in enumerate(self.placement) if holder == rank
         )
+
+    def renumbered(self, number: Mapping[int, int], num_ranks: int) -> Schedule:
+        """Maps ranks to new numbers; other new ranks get no actions."""
+        rows: list[tuple[StageAction, ...]] = [()] * num_ranks
+        for rank, new in number.items():
+            rows[new] = self.actions[rank]
+        placement = tuple(number[rank] for rank in self.placement)
+        return replace(self, placement=placement, actions=tuple(rows))
 
 
 def check_microbatches(num_microbatches: int) -> None:

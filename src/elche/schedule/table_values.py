@@ -80,15 +80,15 @@ def three_times(raw: object, where: str, key: str) -> tuple[float, float, float]
     return parts
 
 
-def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The tables of a list in a document; empty if the list is missing.
+def tables(raw: Mapping[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """The tables of a list in a document, each with its place for error messages.
 
     Raises ConfigError if the value is not a list of tables.
     """
     found = raw.get(name, [])
     if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
         raise ConfigError(f"write [[{name}]], a list of tables, got {found!r}")
-    return found
+    return [(f"[[{name}]] {at}", table) for at, table in enumerate(found)]
 
 
 def check_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None:

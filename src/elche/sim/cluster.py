@@ -12,7 +12,7 @@ from typing import Any
 from elche.config import RunConfig
 from elche.config_checks import check_fields
 from elche.errors import ConfigError
-from elche.schedule.planning.profile import LINK_EFFICIENCY, check_efficiency
+from elche.schedule.planning.profile import LinkProfile, check_efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(LinkProfile):
     """Link between the ranks, and from each rank to the coordinator.
 
     Attributes:
@@ -140,15 +140,11 @@ class Link:
     latency_s: float = 0.0005
     bytes_per_s: float = 1.25e9
     spread_s: float = 0.0
-    efficiency: float = LINK_EFFICIENCY
 
     def __post_init__(self) -> None:
         not_negative = "latency_s", "spread_s"
         check_fields(self, not_negative=not_negative, positive=("bytes_per_s",))
         check_efficiency(self.efficiency)
-
-    def _send_s(self, num_bytes: float) -> float:
-        return num_bytes / (self.efficiency * self.bytes_per_s)
 
     def reduce_s(self, num_bytes: float, ranks: int) -> float:
         """Returns the time (s) of an all-reduce, with a ring's bytes, a tree's latency.
@@ -162,14 +158,14 @@ class Link:
             return 0.0
         rounds = 2.0 * math.ceil(math.log2(ranks))
         sent = 2.0 * (ranks - 1) / ranks * num_bytes
-        return rounds * self.latency_s + self._send_s(sent)
+        return rounds * self.latency_s + self.transfer_s(sent)
 
     def broadcast_s(self, num_bytes: float, ranks: int) -> float:
         """Returns the time (s) to broadcast a model by a pipelined tree."""
         if ranks < 2:
             return 0.0
         rounds = math.ceil(math.log2(ranks))
-        return rounds * self.latency_s + self._send_s(num_bytes)
+        return rounds * self.latency_s + self.transfer_s(num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,20 +33,18 @@ def read_cluster(raw: Mapping[str, Any]) -> Cluster:
     """
     check_keys(raw, {"run", "device", "link", "link_change", "fault"}, "the file")
     changes = [
-        read_table(LinkChange, f"[[link_change]] {at}", table)
-        for at, table in enumerate(tables(raw, "link_change"))
+        read_table(LinkChange, where, table)
+        for where, table in tables(raw, "link_change")
     ]
     return Cluster(
         run=_read_run(raw.get("run")),
         devices=tuple(
-            _read_device(f"[[device]] {at}", table)
-            for at, table in enumerate(tables(raw, "device"))
+            _read_device(where, table) for where, table in tables(raw, "device")
         ),
         link=read_table(Link, "[link]", raw.get("link", {})),
         link_changes=tuple(sorted(changes, key=lambda change: change.at_s)),
         faults=tuple(
-            _read_fault(f"[[fault]] {at}", table)
-            for at, table in enumerate(tables(raw, "fault"))
+            _read_fault(where, table) for where, table in tables(raw, "fault")
         ),
     )
 

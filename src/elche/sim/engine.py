@@ -197,8 +197,8 @@ class Engine:
         collective = self.collectives.get(key)
         if collective is None:
             collective = self.collectives[key] = new()
-            gone = [r for r in collective.members if not self._is_there(r)]
-            collective.failed = bool(gone)
+            there = {r for r, one in self.processes.items() if one.is_alive}
+            collective.failed = not collective.members <= there
         assert rank in collective.members, f"rank {rank} is not in {key}"
         assert rank not in collective.arrived, f"rank {rank} is twice in {key}"
         began_s = self.now_s if ready_s is None else ready_s
@@ -223,10 +223,6 @@ class Engine:
             collective.done_s = seen
             for other in collective.arrived:
                 self._fail_later(other, collective)
-
-    def _is_there(self, rank: int) -> bool:
-        process = self.processes.get(rank)
-        return process is not None and process.is_alive
 
     def _fail_later(self, rank: int, collective: Collective) -> None:
         process = self.processes[rank]

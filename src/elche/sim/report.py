@@ -8,7 +8,7 @@ measured, and include start-up, probes, switches of policy and drains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from elche.cadence.convergence import sample_efficiency
@@ -114,10 +114,6 @@ class Report:
     coordinator_most_us: float | None
     most_instructions: int
     ranks: tuple[RankHistory, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
-        return asdict(self)
 
 
 def report_of(sim: Simulation) -> Report:

@@ -39,14 +39,12 @@ class Watch:
         books: creates the account of every rank's model, for each run. The core's
             invariants are then asserted after each event. Slow, for tests.
         details: keep a timeline (`History`) and all messages.
-        ticks: send ticks, so that deadlines pass; always on if a rank hangs.
         timer: clock (s) that measures the coordinator.
         most_happenings: most simulated events before giving up, against endless loops.
     """
 
     books: Callable[[int], Any] | None = None
     details: bool = False
-    ticks: bool = False
     timer: Callable[[], float] | None = None
     most_happenings: float = math.inf
 
@@ -102,8 +100,7 @@ class Simulation(World):
         for rank, device in enumerate(cluster.ranks):
             spread_s = cluster.run.start_spread_s
             self._start(rank, device, self._random.uniform(0.0, spread_s))
-        hangs = any(fault.hang_rank is not None for fault in cluster.faults)
-        if self.watch.ticks or hangs:
+        if any(fault.hang_rank is not None for fault in cluster.faults):
             self.engine.at(TICK_S, self._tick)
 
     def run(self) -> History:

@@ -41,7 +41,6 @@ class SimulatedWindowEpoch:
     def __init__(self, rank: Rank, begin: BeginEpoch) -> None:
         rank.reduced = begin.window - 1
         self._rank = rank
-        self._engine = rank.engine
         self._sim = rank.sim
         self._epoch = begin.epoch
         self._overlapped = begin.policy == "async"
@@ -65,13 +64,13 @@ class SimulatedWindowEpoch:
     def train(self) -> Generator[Any, Any, EndEpoch]:
         """Trains the rest of the epoch, or of one part of it."""
         rank, loop, loader = self._rank, self._loop, self._loader
-        inbox = self._engine.processes[rank.rank].inbox
+        inbox = rank.engine.processes[rank.rank].inbox
         while True:
             if inbox:
                 rank.take_all(self._handle)
             in_flight = self._in_flight
             action = loop.next(
-                self._engine.now_s,
+                rank.now_s,
                 has_work=loader.has_work,
                 is_reduced=in_flight is not None
                 and in_flight.done_s.get(rank.rank, float("inf")) <= rank.now_s,
@@ -126,7 +125,7 @@ class SimulatedWindowEpoch:
                 raise AssertionError(action)
 
     def _wait(self, action: Action) -> Script:
-        rank, began_s = self._rank, self._engine.now_s
+        rank, began_s = self._rank, self._rank.now_s
         yield Receive(action.why, action.timeout_s)
         cause = WINDOW_END
         if "slowest" in action.why:
@@ -140,7 +139,7 @@ class SimulatedWindowEpoch:
 
     def _has_ended(self) -> bool:
         """True if the coordinator has ended the window, so that the wait is over."""
-        inbox = self._engine.processes[self._rank.rank].inbox
+        inbox = self._rank.engine.processes[self._rank.rank].inbox
         return any(isinstance(item, CloseWindow) for item in inbox)
 
     def _close(self) -> Script:
@@ -177,10 +176,10 @@ class SimulatedWindowEpoch:
         run = self._sim.cluster.run
 
         def new() -> Collective:
-            cost_s = self._engine.link.reduce_s(run.model_bytes, len(members))
+            cost_s = rank.engine.link.reduce_s(run.model_bytes, len(members))
             return Collective(members, cost_s)
 
-        collective = self._engine.arrive(key, rank.rank, new)
+        collective = rank.engine.arrive(key, rank.rank, new)
         if len(collective.arrived) == len(members):
             rank.history.windows += 1
         return collective

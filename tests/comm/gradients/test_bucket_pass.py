@@ -31,7 +31,9 @@ class HalfGroup:
         """It is rank 0's."""
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        """Rank 1 adds nothing."""
+        """Rank 1 gathers rank 0's values, and adds nothing to sums."""
+        if len(tensor) == self.world_size and not tensor.is_floating_point():
+            tensor[1] = tensor[0]
 
     def wait_until(self, ready: Callable[[], bool], what: str, missing: Any) -> None:
         assert ready(), (what, missing())

@@ -48,7 +48,7 @@ def wait(work: Ends, timeout_s: float, peers: StagePeers | None = None) -> None:
 
 def made() -> StagePeers:
     channel: Any = Calm()
-    group: Any = SimpleNamespace(point_to_point=None)
+    group: Any = SimpleNamespace(native=None)
     placement = Placement(world_size=2, device=torch.device("cpu"))
     return StagePeers(placement, channel, group, "pipeline/1")
 

@@ -15,7 +15,6 @@ from elche.coordination.protocol.events import Tick
 from elche.errors import ConfigError
 from elche.monitor.event_records import EventRecorder, Record
 from elche.monitor.run_history import RunHistory
-from elche.monitor.run_view import RunView
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.report import event_file
 from elche.runtime.report.event_file import NAME, EventFile
@@ -119,7 +118,7 @@ def test_a_restart_needs_no_event_file(
 
 
 def test_a_display_whose_reader_is_gone_ends_nothing(tmp_path: Path) -> None:
-    def draw(view: RunView) -> None:
+    def draw(history: RunHistory) -> None:
         raise BrokenPipeError
 
     watch = start(tmp_path, on_view=draw)
@@ -151,12 +150,12 @@ def start(folder: Path, **options: Any) -> RunWatch:
 def test_two_starts_of_a_run_in_one_file(tmp_path: Path) -> None:
     failed = LaunchResult((1, 143), "rank 0 failed", (), 0)
     policy = {"ELCHE_POLICY": "sync", "SECRET": "no"}
-    drawn: list[RunView] = []
+    drawn: list[RunHistory] = []
     watch = start(tmp_path, environment=policy, on_view=drawn.append)
     for message in (join(0), *begin(0), report(0), Tick()):
         watch.see(message)
-    (view,) = drawn
-    assert view.history.windows[-1]["samples"] == 100
+    (seen,) = drawn
+    assert seen.windows[-1]["samples"] == 100
     watch.close(failed)
     watch = start(tmp_path, appends_events=True)
     for message in (join(0), *begin(0), report(0)):

@@ -318,11 +318,25 @@ class Averager(WindowSync):
         """Returns indices of buffers written since they were last averaged."""
         return self._buffers.changed()
 
-    def _wait(self) -> None:
-        """Waits for all sums; parameters and buffers are still unchanged."""
+    @torch.no_grad()
+    def finish(self, plan: Reduce, *, is_drained: bool = False) -> SyncResult:
+        """Waits for all sums and adopts them.
+
+        With overlap the parameters keep this rank's later steps, unless ``is_drained``.
+
+        Raises:
+            CommunicationError: a rank failed or timed out; nothing is changed then.
+        """
+        rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._buffers.wait()
         for group in self._groups:
             group.exchange.wait(WHAT)
+        keeps_steps = self.is_overlapped and not is_drained
+        for group in self._groups:
+            adopt = group.correct if keeps_steps else group.replace
+            adopt(rule, consensus)
+        self._end(is_own=self._codec == "fp32" and rule.is_own(plan.weight))
+        return consensus.result(plan.weight)
 
     def _end(self, *, is_own: bool) -> None:
         """Ends a reduction; ``is_own``: its result equals this rank's parameters."""
@@ -353,16 +367,6 @@ class ParameterAverager(Averager):
             group.send(plan.weight)
         self._buffers.begin(plan)
         return self.finish(plan)
-
-    @torch.no_grad()
-    def finish(self, plan: Reduce, *, is_drained: bool = False) -> SyncResult:
-        """Runs the second half of :meth:`reduce`: waits and adopts the sums."""
-        rule, consensus = OuterStep.of(plan), ConsensusSums()
-        self._wait()
-        for group in self._groups:
-            group.replace(rule, consensus)
-        self._end(is_own=self._codec == "fp32" and rule.is_own(plan.weight))
-        return consensus.result(plan.weight)
 
 
 @torch.no_grad()

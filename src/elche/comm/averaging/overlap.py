@@ -23,12 +23,12 @@ the plan. The plan follows when all ranks have closed, and so have adopted.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from enum import Enum
 
 import torch
 
 from elche.comm.averaging.averaging import WHAT, Averager
-from elche.comm.averaging.outer import ConsensusSums, OuterStep
 from elche.comm.averaging.window_sync import SyncResult
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
@@ -210,18 +210,10 @@ class OverlappedAverager(Averager):
             raise ProtocolError(
                 f"expected to finish window {self._window}, got {plan.window}"
             )
-        self._wait()
-        rule, consensus = OuterStep.of(plan), ConsensusSums()
-        if not self._is_finite:
-            consensus.distance = math.nan
-        for group in self._groups:
-            if is_drained or not self._is_finite:
-                group.replace(rule, consensus)
-            else:
-                group.correct(rule, consensus)
+        is_drained = is_drained or not self._is_finite
+        result = super().finish(plan, is_drained=is_drained)
         self._phase = _Phase.IDLE
-        self._end(is_own=self._codec == "fp32" and rule.is_own(plan.weight))
-        return consensus.result(plan.weight)
+        return result if self._is_finite else replace(result, divergence=math.nan)
 
     def common(self) -> dict[int, torch.Tensor]:
         """Returns θ_k and integer buffers by the ID of the model's tensor.

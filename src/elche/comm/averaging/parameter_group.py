@@ -23,7 +23,13 @@ from torch import nn
 from elche.comm.averaging.averager_state import dtype_name
 from elche.comm.averaging.outer import ConsensusSums, OuterOptimizer, OuterStep
 from elche.comm.codec.coded_exchange import CodedExchange, open_coded_exchange
-from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
+from elche.comm.tensors.flat import (
+    FlatImage,
+    FlatLayout,
+    same_values,
+    shaped,
+    wire_dtype,
+)
 from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.process_group import Group
 
@@ -39,8 +45,12 @@ class ParameterGroup:
         parameters: parameters, each once.
         dtype: dtype of the flat memory.
         is_overlapped: True to keep the drift, so that training can continue meanwhile.
+
+    Attributes:
+        exchange: exchange of the message that is summed over the ranks.
     """
 
+    exchange: Exchange
     _drift: FlatImage
     _own_image: FlatImage | None
     _message: FlatImage
@@ -56,7 +66,6 @@ class ParameterGroup:
         self._is_overlapped = is_overlapped
         self._base_memory = self._layout.image().flat
         self._outer = OuterOptimizer(self._base_memory)
-        self._exchange: Exchange | None = None
         self._group: Group | None = None
         self._carried: torch.Tensor | None = None
         self._weight = 0.0
@@ -284,22 +293,16 @@ class ParameterGroup:
             return held
         return held + self._layout.numel * self._outer.dtype_at(momentum).itemsize
 
-    @property
-    def exchange(self) -> Exchange:
-        """Exchange of the message that is summed over the ranks."""
-        assert self._exchange is not None
-        return self._exchange
-
     def connect(self, group: Group, codec: str) -> None:
         """Opens the message in a group and keeps the last drift; a collective call."""
         layout = self._layout
-        if self._exchange is not None and self._drift is self._message:
+        if self._group is not None and self._drift is self._message:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
                 own.copy_(drift)
             self._drift = self._own
         numel = layout.numel + 1  # the weight comes last
         residual = self._residual()
-        self._exchange = open_coded_exchange(
+        self.exchange = open_coded_exchange(
             group, numel, layout.dtype, codec, is_overlapped=self._is_overlapped
         )
         self._group, self._carried = group, None
@@ -319,12 +322,16 @@ class ParameterGroup:
         Raises:
             CommunicationError: a rank timed out, or a message could not be sent.
         """
-        group, exchange = self._group, self._exchange
-        if group is None or group.has_ended or not isinstance(exchange, CodedExchange):
+        group = self._group
+        if (
+            group is None
+            or group.has_ended
+            or not isinstance(self.exchange, CodedExchange)
+        ):
             return
         # Afterwards all ranks have read the last sum, so gloo has nothing to wait for.
         group.all_reduce(torch.zeros(1, device="cpu"), RETIRING)
-        exchange.flush(RETIRING)
+        self.exchange.flush(RETIRING)
 
     def rebase(self) -> None:
         """Takes the parameters' current values as θ_k."""
@@ -364,7 +371,7 @@ class ParameterGroup:
         tensors = self._layout.tensors
         views = shaped(base, tensors)
         return all(
-            _same(tensor.detach().cpu(), view.to(tensor.dtype))
+            same_values(tensor.detach().cpu(), view.to(tensor.dtype))
             for tensor, view in zip(tensors, views, strict=True)
         )
 
@@ -402,8 +409,8 @@ class ParameterGroup:
 
     def _residual(self) -> torch.Tensor | None:
         """Returns a copy of this rank's encoding errors; None if there are none."""
-        if isinstance(self._exchange, CodedExchange):
-            return self._exchange.residual.clone()
+        if self._group is not None and isinstance(self.exchange, CodedExchange):
+            return self.exchange.residual.clone()
         return None if self._carried is None else self._carried.clone()
 
     def _load_residual(self, residual: torch.Tensor) -> None:
@@ -435,8 +442,3 @@ class ParameterGroup:
         self._own_image = None
         self._mean = layout.scratch()
         self._drift = self._apart = layout.scratch()
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors have equal values; NaN equals NaN."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())

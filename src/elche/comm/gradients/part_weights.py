@@ -43,11 +43,12 @@ class StepWeights:
             the first bucket.
     """
 
+    _exchange: Exchange
+
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
         self._group = group
         self._own_factor = GradientFactor(parameters)
         self._waits = any(p.dtype is torch.float16 for p in parameters)
-        self._exchange: Exchange | None = None
         self._weight = self._reference = 0.0
         self._factor = 1.0
         self._total: float | None = None
@@ -77,7 +78,6 @@ class StepWeights:
 
     def open_pass(self, side: int) -> float:
         """Sends this rank's weight; returns the factor of its gradients."""
-        assert self._exchange is not None
         message = self._exchange.contribution(side).zero_()
         message[self._group.rank] = self._weight
         self._exchange.begin(side)
@@ -123,7 +123,6 @@ class StepWeights:
     def _agreed(self) -> float:
         """Returns the total weight; waits for it if needed."""
         if self._total is None:
-            assert self._exchange is not None
             self._total = math.fsum(self._exchange.finish(WHAT).tolist())
         return self._total
 

@@ -11,7 +11,6 @@ steps only, for comparison.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 
@@ -21,7 +20,7 @@ from torch import nn
 from elche.comm.model_buffers.known_buffers import KnownBuffers, norm_buffers
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.exchange import Exchange, open_exchange
-from elche.comm.transport.process_group import Group, gather_texts
+from elche.comm.transport.process_group import Group, gather_values
 from elche.errors import CommunicationError
 from elche.torch_internals.held import version
 
@@ -153,8 +152,8 @@ class BufferAverager:
 
     def _copy_result(self, group: Group, source: int, *, lacks: bool) -> None:
         """Copies the last average to ranks that lack it; a collective call."""
-        held = json.dumps([sorted(self._last), sorted(self._known.own)])
-        came, own = json.loads(gather_texts(group, held, COPYING)[source])
+        held = sorted(self._last), sorted(self._known.own)
+        came, own = gather_values(group, held, COPYING)[source]
         sizes = [self._known.kinds[index].numel for index in came]
         means = torch.zeros(sum(sizes), dtype=self._dtype, device="cpu")
         parts = means.split(sizes)

@@ -28,7 +28,7 @@ from torch import nn
 from elche.comm.model_buffers.buffers import SNAPSHOT_ELEMENTS, BufferWatch
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.exchange import succeeded
-from elche.comm.transport.process_group import Group
+from elche.comm.transport.process_group import Group, gather_values
 from elche.coordination.protocol.instructions import Reduce
 
 WHAT = "averaging buffers"
@@ -202,11 +202,9 @@ class WindowBuffers:
 
     def join_own(self) -> None:
         """Marks buffers as local that are local on any rank; a collective call."""
-        flags = torch.zeros(len(self._known.kinds), dtype=torch.int64, device="cpu")
-        if len(flags):
-            flags[sorted(self._known.own)] = 1
-            self._group.all_reduce(flags, WHAT)
-            self._known.keep_own(flags.nonzero().flatten().tolist())
+        if self._known.kinds:
+            ranks = gather_values(self._group, sorted(self._known.own), WHAT)
+            self._known.keep_own(number for own in ranks for number in own)
 
     def poll(self) -> bool:
         """True if :meth:`wait` would return, or raise, at once."""

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elche.comm.transport.process_group import Group
-
-DIGEST_BYTES = 32
+from elche.comm.transport.process_group import Group, gather_values
 
 
 def digest_of(name: str, tensor: torch.Tensor) -> bytes:
@@ -22,14 +20,14 @@ def digest_of(name: str, tensor: torch.Tensor) -> bytes:
 
     Synchronizes the tensor's device.
     """
-    digest = hashlib.blake2b(_form_of(name, tensor), digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(_form_of(name, tensor).encode(), digest_size=32)
     host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
-def _form_of(name: str, tensor: torch.Tensor) -> bytes:
-    return f"{name}\n{list(tensor.shape)}\n{tensor.dtype}\n".encode()
+def _form_of(name: str, tensor: torch.Tensor) -> str:
+    return f"{name}\n{list(tensor.shape)}\n{tensor.dtype}\n"
 
 
 def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
@@ -44,15 +42,14 @@ def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[i
     """
     if group.world_size == 1 or not named:
         return []
-    shape = (group.world_size, len(named), 2, DIGEST_BYTES)
-    rows = torch.zeros(shape, dtype=torch.uint8, device="cpu")
-    for index, (name, tensor) in enumerate(named):
-        form = hashlib.blake2b(_form_of(name, tensor), digest_size=DIGEST_BYTES)
-        both = bytearray(form.digest() + digest_of(name, tensor))
-        rows[group.rank, index] = torch.frombuffer(both, dtype=torch.uint8).view(2, -1)
-    group.all_reduce(rows, "comparing tensors")
-    is_same = (rows == rows[0]).all(dim=3).all(dim=0)
-    return [at for at, (form, values) in enumerate(is_same.tolist()) if form > values]
+    own = [[_form_of(*each), digest_of(*each).hex()] for each in named]
+    ranks = gather_values(group, own, "comparing tensors")
+    found = []
+    for at, of_ranks in enumerate(zip(*ranks, strict=True)):
+        forms, values = map(set, zip(*of_ranks, strict=True))
+        if len(forms) == 1 < len(values):
+            found.append(at)
+    return found
 
 
 def make_equal(

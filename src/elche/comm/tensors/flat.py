@@ -258,6 +258,11 @@ def shaped(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors have equal values; NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 @torch.no_grad()
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """True if every element is finite (one pass, one synchronization per device)."""

@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from elche.comm.transport.process_group import SLEEP_S, Group
+from elche.comm.transport.process_group import SLEEP_S, Group, gather_values
 from elche.comm.transport.shared_memory import aligned, map_together
 from elche.errors import ProtocolError
 
@@ -446,6 +446,5 @@ def agree_to_share(group: Group, own: bool) -> bool:
 
     ``own`` is this rank's answer, which depends on its device and processor.
     """
-    mine = torch.tensor([int(own)], device="cpu")
-    group.all_reduce(mine, "agreeing whether memory may be shared")
-    return group.world_size > 1 and int(mine) == group.world_size
+    what = "agreeing whether memory may be shared"
+    return group.world_size > 1 and all(gather_values(group, own, what))

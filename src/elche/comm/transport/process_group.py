@@ -7,6 +7,7 @@ loopback unless an address is given.
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 import time
 from collections import deque
@@ -72,9 +73,6 @@ class _ControlStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
 
 
 class _Alone:
@@ -224,9 +222,14 @@ class Group:
         return Group(made, rank, world_size, timeout_s)
 
     @property
-    def point_to_point(self) -> Any:
-        """Torch's group, for send and recv."""
-        return self._live
+    def native(self) -> Any:
+        """Torch's group, or its substitute on one rank; raises once it has ended."""
+        if self._process_group is None:
+            raise CommunicationError(
+                f"the process group of {self.world_size} ranks has ended on rank "
+                f"{self.rank}; start a new run"
+            )
+        return self._process_group
 
     def hosts(self) -> tuple[str, ...]:
         """Returns the names of the ranks' hosts; the first call is collective."""
@@ -236,10 +239,10 @@ class Group:
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins an in-place all-reduce (sum) of ``tensor``; see :meth:`wait`."""
-        live = self._live
+        native = self.native
         if self.devices is not None and tensor.device.type != "cpu":
             return self.devices.all_reduce_async(tensor)
-        return self._begin(tensor, lambda each: live.allreduce([each]))
+        return self._begin(tensor, lambda each: native.allreduce([each]))
 
     def wait(self, work: Any, what: str) -> None:
         """Waits for a collective.
@@ -316,8 +319,8 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
         """Broadcasts one rank's ``tensor`` to all ranks, in place."""
-        live = self._live
-        work = self._begin(tensor, lambda each: live.broadcast(each, source))
+        native = self.native
+        work = self._begin(tensor, lambda each: native.broadcast(each, source))
         self.wait(work, what)
 
     def _begin(
@@ -346,15 +349,6 @@ class Group:
         if FORK_MAY_DEADLOCK:
             with torch.no_grad():
                 self._kept.append(tensor.view_as(tensor))
-
-    @property
-    def _live(self) -> Any:
-        if self._process_group is None:
-            raise CommunicationError(
-                f"the process group of {self.world_size} ranks has ended on rank "
-                f"{self.rank}; start a new run"
-            )
-        return self._process_group
 
     def at_close(self, end: Callable[[], None]) -> None:
         """Registers a callback that runs before the group is closed or left."""
@@ -451,3 +445,8 @@ def gather_texts(group: Group, text: str, what: str) -> list[str]:
         bytes(row[:size].tolist()).decode()
         for row, size in zip(rows, sizes, strict=True)
     ]
+
+
+def gather_values(group: Group, value: Any, what: str) -> list[Any]:
+    """Gathers every rank's value, which JSON can hold; a collective call."""
+    return [json.loads(text) for text in gather_texts(group, json.dumps(value), what)]

@@ -10,7 +10,7 @@ from typing import Final
 from elche.monitor.event_records import Record
 from elche.monitor.page.rows import event_text, start_s
 from elche.monitor.run_history import RunHistory, rank_row
-from elche.monitor.run_view import RunView, clock
+from elche.monitor.run_view import clock, run_head
 
 RANKS_LISTED: Final = 64
 EVENTS_LISTED: Final = 200
@@ -26,7 +26,7 @@ def head_html(history: RunHistory, now_s: float) -> str:
     epoch, run = (history.epochs or [{}])[-1], (history.runs or [{}])[-1]
     done = history.epoch_samples / (epoch.get("samples") or 1)
     name = "The run is training" if history.epochs else "The ranks are starting"
-    text = RunView(history).head()
+    text = run_head(history)
     if history.end is not None:
         codes, reason = history.end["exit_codes"], history.end["reason"]
         name = "The run has failed" if any(codes) else "The run has ended"

@@ -86,7 +86,7 @@ class StagePeers:
         self.world_size = placement.world_size
         self.waits = Waits(channel, placement.rank, name)
         self.transport = PointToPoint(
-            *(group.point_to_point, self.rank, self.world_size, self.waits.until)
+            *(group.native, self.rank, self.world_size, self.waits.until)
         )
         self._members = tuple(members) or tuple(range(self.world_size))
         self._placement = placement
@@ -353,7 +353,7 @@ class StagePeers:
         self._closed = True
         atexit.unregister(self.close)
         for group in self._subgroups:  # first, to release ranks that wait in them
-            end_waits(group.point_to_point, group.rank, group.world_size)
+            end_waits(group.native, group.rank, group.world_size)
         self.transport.close()
         for group in (*self._subgroups, self._group):
             group.close()

@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import nn
 
+from elche.comm.tensors.flat import same_values
 from elche.comm.transport.process_group import Group
 from elche.pipeline.peers.peers import StagePeers
 
@@ -62,7 +63,7 @@ class SharedBuffers:
         size = len(buffers), len(self.ranks)
         changed = torch.zeros(size, dtype=torch.float64, device="cpu")
         for index, (now, before) in enumerate(zip(buffers, self._before, strict=True)):
-            changed[index, me] = not _same(now, before)
+            changed[index, me] = not same_values(now, before)
         self._sum(changed, peers, timeout_s)
         moved = [index for index, row in enumerate(changed.tolist()) if any(row)]
         if not moved:
@@ -96,9 +97,3 @@ def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
     if not gives:
         return torch.zeros_like(given)
     return given / sum(changed) if is_mean else given
-
-
-def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """True if the tensors are equal, with NaN in the same places."""
-    is_same = (now == before) | ((now != now) & (before != before))
-    return torch.equal(now, before) or bool(is_same.all())

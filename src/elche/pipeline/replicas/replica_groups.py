@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from elche.errors import ConfigError
 from elche.pipeline.step.outputs import microbatch_sizes
@@ -53,7 +53,7 @@ class ReplicaGroups:
         number = {rank: new for new, rank in enumerate(kept)}
         groups = (members for members in self.ranks if members[0] in number)
         ranks = tuple(tuple(number[rank] for rank in members) for members in groups)
-        placed = _renumbered(schedule, number, len(kept))
+        placed = schedule.renumbered(number, len(kept))
         return ReplicaGroups(ranks, number[self.rank]), placed
 
     def placed(self, schedule: Schedule) -> Schedule:
@@ -62,18 +62,7 @@ class ReplicaGroups:
         Ranks of other replicas get no actions.
         """
         number = dict(enumerate(self.members))
-        return _renumbered(schedule, number, sum(map(len, self.ranks)))
-
-
-def _renumbered(
-    schedule: Schedule, number: Mapping[int, int], num_ranks: int
-) -> Schedule:
-    """Maps ranks to new numbers; other new ranks get no actions."""
-    rows: list[tuple[Any, ...]] = [()] * num_ranks
-    for rank, new in number.items():
-        rows[new] = schedule.actions[rank]
-    placement = tuple(number[rank] for rank in schedule.placement)
-    return replace(schedule, placement=placement, actions=tuple(rows))
+        return schedule.renumbered(number, sum(map(len, self.ranks)))
 
 
 def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups:

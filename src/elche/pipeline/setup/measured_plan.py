@@ -119,14 +119,8 @@ def plan_measured(
     )
     chosen = plan_pipeline(profile, asked).chosen
     devices, ranks = chosen.partition.devices, chosen.partition.ranks
-    rows = dict(zip(ranks, chosen.schedule.actions, strict=True))
     memory = dict(zip(ranks, chosen.costs.memory, strict=False))
-    made = Schedule(
-        name=chosen.schedule.name,
-        num_microbatches=micro_batches,
-        placement=devices,
-        actions=tuple(rows.get(device, ()) for device in range(len(by_rank))),
-    )
+    made = chosen.schedule.renumbered(dict(enumerate(ranks)), len(by_rank))
     costs = replace(
         chosen.costs,
         placement=devices,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from elche.config_checks import check_not_negative, check_positive, check_whole
 from elche.errors import ConfigError
-from elche.monitor.run_view import RunView
+from elche.monitor.run_history import RunHistory
 from elche.runtime.process.rank_processes import RankProcess
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class LaunchConfig:
         start: starts a rank's process with this environment, in place of the command.
         trace_path: file for the timeline of all ranks, written then as well.
         display: prints the ranks' output on this terminal.
-        on_view: called with the view of the run twice a second.
+        on_view: called with the run's history twice a second.
         events: folder of the run's event file.
         appends_events: the folder may hold the events of an earlier start.
         rejoin: most replacements of dead ranks, which join the run.
@@ -104,7 +104,7 @@ class LaunchConfig:
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
     trace_path: Path | None = None
     display: LiveRun | None = None
-    on_view: Callable[[RunView], None] | None = None
+    on_view: Callable[[RunHistory], None] | None = None
     events: Path | None = None
     appends_events: bool = False
     rejoin: int = 0

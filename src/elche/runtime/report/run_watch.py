@@ -13,10 +13,13 @@ from typing import final
 from elche.coordination.protocol.events import Event, Tick
 from elche.coordination.protocol.instructions import Instruction
 from elche.monitor.event_records import EventRecorder, Record, event_record
-from elche.monitor.run_view import RunView
+from elche.monitor.run_history import RunHistory
 from elche.monitor.trace import EVENT, Span
 from elche.runtime.process.launch_config import LaunchConfig, LaunchResult
 from elche.runtime.report.event_file import EventFile
+
+VIEWED_WINDOWS = 400
+"""Most windows in memory; older ones are merged."""
 
 
 @final
@@ -31,7 +34,8 @@ class RunWatch:
     """
 
     def __init__(self, config: LaunchConfig) -> None:
-        self._view, self._draw = RunView(), config.on_view
+        self._draw = config.on_view
+        self._history = RunHistory(VIEWED_WINDOWS)
         self._file: EventFile | None = None
         self._recorder, attempt = EventRecorder(), 0
         if config.events is not None:
@@ -50,17 +54,17 @@ class RunWatch:
             self._pass(record)
         if isinstance(message, Tick) and self._draw is not None:
             with contextlib.suppress(OSError):  # nobody reads standard error
-                self._draw(self._view)
+                self._draw(self._history)
 
     def _pass(self, record: Record) -> None:
         record = {"t": time.time(), **record}
         if self._file is not None:
             self._file.add(record)
-        self._view.history.take(record)
+        self._history.take(record)
 
     def marks(self) -> list[Span]:
         """Events as marks of a timeline, whose clock is the monotonic one."""
-        offset_s, events = time.monotonic() - time.time(), self._view.history.events
+        offset_s, events = time.monotonic() - time.time(), self._history.events
         return [
             Span(e["rank"] or 0, e["name"], EVENT, e["t"] + offset_s, 0.0, e)
             for e in events

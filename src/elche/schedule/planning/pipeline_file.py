@@ -83,8 +83,7 @@ def read_pipeline_file(raw: Mapping[str, Any]) -> tuple[PipelineProfile, int | N
 
 def _layers(raw: Mapping[str, Any]) -> tuple[LayerProfile, ...]:
     layers: list[LayerProfile] = []
-    for index, table in enumerate(tables(raw, "layer")):
-        where = f"[[layer]] {index}"
+    for index, (where, table) in enumerate(tables(raw, "layer")):
         layer = read_table(
             LayerProfile,
             where,
@@ -115,8 +114,7 @@ def _times(table: Mapping[str, Any], where: str) -> dict[str, LayerTimes]:
 
 def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
     devices: list[DeviceProfile] = []
-    for index, table in enumerate(tables(raw, "device")):
-        where = f"[[device]] {index}"
+    for index, (where, table) in enumerate(tables(raw, "device")):
         device = read_table(
             DeviceProfile,
             where,
@@ -136,8 +134,7 @@ def _links(
     raw: Mapping[str, Any], names: list[str]
 ) -> dict[tuple[int, int], LinkProfile]:
     links: dict[tuple[int, int], LinkProfile] = {}
-    for index, table in enumerate(tables(raw, "link_between")):
-        where = f"[[link_between]] {index}"
+    for where, table in tables(raw, "link_between"):
         pair = table.get("devices")
         if (
             not isinstance(pair, list)

@@ -118,9 +118,7 @@ class _PlanSearch:
                 "layers; cut the model finer, or let devices go unused"
             )
         orders = device_orders(self.table, min(self.count, num_devices))
-        found = self._partitions(orders[:KEPT_ORDERS], 1)
-        if not found:
-            found = self._partitions(orders, 1)
+        found = self._partitions(orders[:KEPT_ORDERS], 1) or self._partitions(orders, 1)
         if not found:
             raise ConfigError(self._shortage())
         self.bound_s = min(sum_bound(self.table, each) for each in found)

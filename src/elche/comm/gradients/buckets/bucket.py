@@ -97,17 +97,14 @@ class BucketLayout:
         *parts, flags = flat.split(self._sizes)
         if self._is_plain:  # quick: lent memory is laid out in every pass
             return [*map(torch.Tensor.view, parts, self._shapes), flags]
-        return [*self._shaped(parts), flags]
+        return [*self.shaped(parts), flags]
 
     def parts(self, residual: torch.Tensor) -> Sequence[torch.Tensor]:
         """Splits a residual, laid out like the gradients, into a flat view for each."""
         return torch.split(residual, self._sizes[:-1])
 
-    def shaped_parts(self, residual: torch.Tensor) -> list[torch.Tensor]:
-        """Splits a residual into views shaped like the parameters."""
-        return self._shaped(self.parts(residual))
-
-    def _shaped(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def shaped(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns views of flat parts, shaped like the parameters."""
         strided = self._keeps_strides
         pairs = zip(parts, self._parameters, strict=True)
         return [_shaped_like(part, p, strided=strided) for part, p in pairs]
@@ -369,16 +366,15 @@ class Bucket:
         """Copies each parameter's residual, flat in shape order; [] without a codec."""
         if self._coded is None:
             return []
-        left = self._coded.residual.clone()
-        return [part.reshape(-1) for part in self._layout.shaped_parts(left)]
+        parts = self._layout.parts(self._coded.residual.clone())
+        return [part.reshape(-1) for part in self._layout.shaped(parts)]
 
     def load_residuals(self, left: Sequence[torch.Tensor]) -> None:
         """Loads residuals that come from other buckets."""
         if self._coded is not None:
             residual = torch.cat(list(left))
-            for into, part in zip(
-                self._layout.shaped_parts(residual), left, strict=True
-            ):
+            parts = self._layout.parts(residual)
+            for into, part in zip(self._layout.shaped(parts), left, strict=True):
                 into.copy_(part.view(into.shape))
             self._coded.load_residual(residual)
 

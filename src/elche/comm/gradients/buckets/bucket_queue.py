@@ -11,7 +11,6 @@ little.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.buckets.bucket import WHAT, Bucket, PassOptions
-from elche.comm.transport.process_group import Group
+from elche.comm.transport.process_group import Group, gather_values
 from elche.errors import ConfigError
 
 
@@ -88,12 +87,13 @@ class BucketQueue:
 
     def residuals(self) -> dict[int, torch.Tensor]:
         """Returns a codec's flat residuals by parameter ID."""
-        pairs = [
-            pair
+        return {
+            id(parameter): left
             for bucket in self.buckets
-            for pair in zip(bucket.parameters, bucket.residuals(), strict=False)
-        ]
-        return {id(parameter): left for parameter, left in pairs}
+            for parameter, left in zip(
+                bucket.parameters, bucket.residuals(), strict=False
+            )
+        }
 
     def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:
         """Loads residuals that come from other buckets."""
@@ -290,20 +290,13 @@ class GradientOrder:
             Parameters with late gradients on any rank, and the order on the first rank
             that observed any; None if no rank did.
         """
-        count = len(self._names)
-        rows = torch.zeros(group.world_size + 1, count, dtype=torch.int64, device="cpu")
-        if self.last:
-            unseen = [at for at in range(count) if at not in self.last]
-            rows[group.rank] = torch.tensor([*self.last, *unseen], device="cpu") + 1
-        for index in self.late:
-            rows[-1, index] = 1
-        group.all_reduce(rows, "agreeing on the order of gradients")
-        *orders, ranks = rows.tolist()
-        order = next(filter(any, orders), None)
-        return (
-            [index for index, number in enumerate(ranks) if number],
-            None if order is None else [index - 1 for index in order],
+        unseen = [at for at in range(len(self._names)) if at not in self.last]
+        own = [*self.last, *unseen] if self.last else []
+        ranks = gather_values(
+            group, [own, sorted(self.late)], "agreeing on the order of gradients"
         )
+        order = next((order for order, _ in ranks if order), None)
+        return sorted({index for _, late in ranks for index in late}), order
 
     def learn(self) -> None:
         """Records, after the first pass, the parameters with several gradients."""
@@ -317,9 +310,8 @@ class GradientOrder:
 
     def is_alike(self, group: Group) -> bool:
         """True if all ranks of a group follow an agreed order, or none does."""
-        agreed = torch.tensor([int(self.is_agreed)], device="cpu")
-        group.all_reduce(agreed, "comparing the order of gradients")
-        return int(agreed) in (0, group.world_size)
+        what = "comparing the order of gradients"
+        return len(set(gather_values(group, self.is_agreed, what))) == 1
 
     def refuse_late(self) -> NoReturn:
         """Refuses a completed pass whose reduction lacks gradients.
@@ -339,12 +331,9 @@ class GradientOrder:
 def formats_agree(parameters: Sequence[nn.Parameter], group: Group) -> bool:
     """True if all ranks hold every parameter in the same memory format."""
     strided = [
-        (index, parameter.stride())
+        [index, *parameter.stride()]
         for index, parameter in enumerate(parameters)
         if not parameter.is_contiguous()
     ]
-    formats = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
-    if strided:
-        formats[group.rank] = zlib.crc32(repr(strided).encode())
-    group.all_reduce(formats, "comparing memory formats")
-    return len(set(formats.tolist())) == 1
+    ranks = gather_values(group, strided, "comparing memory formats")
+    return all(each == strided for each in ranks)

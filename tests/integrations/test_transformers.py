@@ -20,7 +20,6 @@ from elche.errors import ConfigError
 from elche.integrations.transformers import ElcheTrainer, ElcheTrainingArguments
 from elche.runtime.process.environment import Placement
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_tasks import (
     Found,
     Job,
@@ -83,7 +82,7 @@ def check_equal(ranks: list[Found], alone: Found) -> None:
 )
 def test_it_ends_as_on_one_device(ranks2: RankPool, job: Job, tmp_path: Path) -> None:
     job = replace(job, folder=str(tmp_path))
-    ranks = ranks2.run(train, job, case_setup=serve_in_thread, env=UNEQUAL)
+    ranks = ranks2.serve(train, job, env=UNEQUAL)
     check_equal(ranks, train(job))
 
 
@@ -118,7 +117,7 @@ def test_evaluation_inside_epochs_decides_for_all_ranks(
     }
     job = Job(options=options, callbacks=(EarlyStoppingCallback(2, 0.5),))
     shared = replace(job, folder=str(tmp_path / "ranks"))
-    ranks = ranks2.run(train, shared, case_setup=serve_in_thread, env=UNEQUAL)
+    ranks = ranks2.serve(train, shared, env=UNEQUAL)
     alone = train(replace(job, folder=str(tmp_path / "alone")))
     check_equal(ranks, alone)
     assert alone.steps == 12
@@ -130,7 +129,7 @@ def test_a_callback_that_stops_one_rank_alone_is_named(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     job = Job(folder=str(tmp_path), callbacks=(StopsAlone(),), timeout_s=8.0)
-    outcomes = ranks2.run(train, job, case_setup=serve_in_thread, expect_failure=True)
+    outcomes = ranks2.serve(train, job, expect_failure=True)
     assert any("a callback's stop after step 3" in str(each.error) for each in outcomes)
 
 
@@ -146,7 +145,7 @@ def test_a_run_goes_on_from_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> No
     job = Job(folder=str(tmp_path), options=options)
     through = train(job)
     again = replace(job, resumes="checkpoint-4")
-    ranks = ranks2.run(train, again, case_setup=serve_in_thread, env=UNEQUAL)
+    ranks = ranks2.serve(train, again, env=UNEQUAL)
     assert difference(ranks[0].state, through.state) <= CLOSE
     for name in ("loss", "epoch", "learning_rate"):
         assert ranks[0].logged(name) == pytest.approx(through.logged(name), rel=1e-4)
@@ -157,8 +156,8 @@ def test_lora_saves_its_adapter_on_rank_0(ranks2: RankPool, tmp_path: Path) -> N
     """By the Trainer and in a loop of the user's."""
     trained, own = tmp_path / "trainer", tmp_path / "own"
     job = Job("lora", folder=str(trained), saves=True)
-    found = ranks2.run(train, job, case_setup=serve_in_thread, env=UNEQUAL)
-    ranks = ranks2.run(own_loop, str(own), case_setup=serve_in_thread, env=UNEQUAL)
+    found = ranks2.serve(train, job, env=UNEQUAL)
+    ranks = ranks2.serve(own_loop, str(own), env=UNEQUAL)
     state, losses = own_loop(str(tmp_path / "alone"))
     assert difference(ranks[0][0], state) <= CLOSE
     assert ranks[0][1] == pytest.approx(losses, rel=1e-4)

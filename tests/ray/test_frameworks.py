@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import torch
 
 import elche.ray
 
@@ -17,23 +16,72 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 Weights = list[list[float]]
 
 
-def weights_of(state: dict[str, torch.Tensor]) -> Weights:
-    return [value.flatten().tolist() for value in state.values()]
+def weights_of(model: Any) -> Weights:
+    return [value.flatten().tolist() for value in model.state_dict().values()]
 
 
 def with_lightning(folder: str) -> Weights:
-    from tests.integrations.cases.lightning_fit import Regression, loaders, trainer
+    import lightning
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import elche.integrations.lightning  # noqa: F401  registers the strategy
+
+    class Regression(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            x, y = batch
+            return torch.nn.functional.mse_loss(self.layer(x), y)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
 
     torch.manual_seed(5)
-    module = Regression()
-    trainer("plain", "elche", folder, max_epochs=2).fit(module, *loaders(True))
-    return weights_of(module.state_dict())
+    module, x = Regression(), torch.randn(90, 6)
+    data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+    settings: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+    }
+    trainer = lightning.Trainer(max_epochs=2, strategy="elche", **settings)
+    trainer.fit(module, DataLoader(data, batch_size=16))
+    return weights_of(module)
 
 
 def with_transformers(folder: str) -> Weights:
-    from tests.integrations.cases.hf_tasks import Job, train
+    import torch
+    from transformers import set_seed
 
-    return weights_of(train(Job("plain", folder)).state)
+    from elche.integrations.transformers import ElcheTrainer, ElcheTrainingArguments
+
+    class Regression(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 1)
+
+        def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+            error = self.layer(x).squeeze(1) - labels
+            return {"loss": error.square().mean()}
+
+    set_seed(5)
+    model, x = Regression(), torch.randn(40, 6)
+    rows = [{"x": row, "labels": row.sum().sin()} for row in x]
+    arguments = ElcheTrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=8,
+        max_steps=8,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+    )
+    ElcheTrainer(model=model, args=arguments, train_dataset=rows).train()
+    return weights_of(model)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from tests.by_hand.cases import replica_cases as cases
 from tests.distributed.cases.tasks import identical
 from tests.harness.printing import ended
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.distributed
 
@@ -26,7 +25,7 @@ def test_two_models_train_as_in_one_process(
     ranks2: RankPool, ranks3: RankPool, counts: tuple[int, ...]
 ) -> None:
     pool = ranks2 if len(counts) == 2 else ranks3
-    states = pool.run(cases.gan_on_this_rank, counts, 10, case_setup=serve_in_thread)
+    states = pool.serve(cases.gan_on_this_rank, counts, 10)
     whole = cases.gan(0, counts, 10, replicated=False)
     assert identical(states)
     for name, value in whole.items():
@@ -37,9 +36,7 @@ def test_two_models_train_as_in_one_process(
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float32", "complex128"])
 @pytest.mark.every(3)
 def test_means(ranks3: RankPool, dtype: str, transport: str) -> None:
-    found = ranks3.run(
-        cases.plain_and_weighted_means, dtype, transport, case_setup=serve_in_thread
-    )
+    found = ranks3.serve(cases.plain_and_weighted_means, dtype, transport)
     # Gradients are rank + 1: (1 + 2 + 3) / 3, then (3 * 1 + 1 * 2) / 4 twice; only
     # rank 0 has gradients of "sometimes": 1 / 3, then 3 / 4.
     for states in found:
@@ -55,7 +52,7 @@ def test_means(ranks3: RankPool, dtype: str, transport: str) -> None:
 
 
 def test_buffers(ranks3: RankPool) -> None:
-    found = ranks3.run(cases.sync_all_buffers, case_setup=serve_in_thread)
+    found = ranks3.serve(cases.sync_all_buffers)
     first = cases.state_of(cases.WithBuffers(0))
     for wrapped, averaged, copied in found:
         assert identical([wrapped, first])
@@ -68,7 +65,7 @@ def test_buffers(ranks3: RankPool) -> None:
 
 
 def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
-    found = ranks2.run(cases.grow_and_freeze, case_setup=serve_in_thread)
+    found = ranks2.serve(cases.grow_and_freeze)
     for stages in zip(*found, strict=True):
         assert identical(list(stages))
     before, replaced, grown, frozen = found[0]
@@ -82,6 +79,7 @@ def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
+        ("settings", "config.timeout_s: rank 0 has 60.0, rank 1 has 61.0"),
         ("shape", "0.weight: rank 0 has [4, 3] float64 trained, rank 2 has [5"),
         ("frozen", "float64 trained, rank 2 has [4] float64 frozen"),
         ("converted buffer", "mean: rank 0 has [4] float32, rank 2 has [4] float64"),
@@ -97,21 +95,9 @@ def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
 def test_mistakes_are_named_on_every_rank(
     ranks3: RankPool, wrong: str, says: str
 ) -> None:
-    said = ranks3.run(cases.said_by, wrong, case_setup=serve_in_thread)
+    said = ranks3.serve(cases.said_by, wrong)
     assert all(says in text for text in said), said
     assert len(set(said)) == 1
-
-
-def test_ranks_with_other_settings_are_refused(ranks2: RankPool) -> None:
-    said = ranks2.run(cases.join_with_other_settings, case_setup=serve_in_thread)
-    for text in said:
-        assert text.startswith("MismatchError")
-        assert "config.timeout_s: rank 0 has 100.0, rank 1 has 101.0" in text
-
-
-def test_a_plain_script_is_one_rank_without_sockets() -> None:
-    done = ended(SCRIPT, "ok")
-    assert (done.returncode, done.stdout) == (0, "done 0 of 1\n"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_different_calls_are_named_on_every_rank(
 )
 def test_unequal_parts_need_weights(ranks2: RankPool, wraps: bool, text: str) -> None:
     """A plain mean over ranks, as under torch's own wrapper, was wrong in silence."""
-    texts = ranks2.run(cases.unweighted, wraps, case_setup=serve_in_thread)
+    texts = ranks2.serve(cases.unweighted, wraps)
     assert len(set(texts)) == 1
     assert text in texts[0]
 

@@ -171,10 +171,8 @@ def test_ranks_that_leave_one_step_before_and_after_its_optimizer(
     [
         ("async", (2, IN_WINDOWS)),
         ("cadence", (2, IN_WINDOWS)),
-        (
-            "async",
-            (1, "end"),
-        ),  # before the switch to windows, or while it is on its way
+        # Before the switch to windows, or while it is on its way.
+        ("async", (1, "end")),
     ],
 )
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
@@ -232,6 +230,8 @@ def test_buffers_and_unused_parameters(ranks2: RankPool, model: str) -> None:
     ranks = left(ranks2, task, {0: (7, "end")})
     if model == "norm":  # a mean over a rank that sends zeros would halve it
         assert ranks[0].states[0]["1.running_var"].min() > 0.3
+        steps = sum(map(len, ranks[1].steps))
+        assert ranks[0].states[-1]["1.num_batches_tracked"] == steps
 
 
 def test_gradients_that_travel_encoded(ranks3: RankPool) -> None:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,18 +16,10 @@ import elche
 from elche.comm.transport.exchange import GlooExchange
 from elche.comm.transport.host_exchange import HostExchange
 from elche.comm.transport.process_group import Group
-from elche.errors import ConfigError
 from elche.runtime.process import rank_groups
 from elche.runtime.windows.synchroniser import warn_of_codec
 from elche.session.process import current_run
-from tests.distributed.cases.tasks import (
-    Task,
-    Trace,
-    begin,
-    difference,
-    plain,
-    shared,
-)
+from tests.distributed.cases.tasks import Task, Trace, begin, error_of, shared
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 
@@ -70,12 +62,6 @@ def task_of(**more: Any) -> Task:
     return Task(dtype="float64", options=options, **more)
 
 
-def test_hosts_of_one_rank_each_sum_by_gloo(ranks3: RankPool) -> None:
-    task = task_of()
-    found = ranks3.serve(by_hosts, task, env=of("abc"))
-    assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
-
-
 def with_another_processor(task: Task) -> tuple[Trace, set[str]]:
     """The last rank's is one on which memory is not shared."""
     before = rank_groups.may_share_memory
@@ -87,17 +73,14 @@ def with_another_processor(task: Task) -> tuple[Trace, set[str]]:
         rank_groups.may_share_memory = before
 
 
-def test_all_sum_by_gloo_beside_a_host_of_another_processor(ranks3: RankPool) -> None:
-    task = task_of()
-    env = of("aab")
-    found = ranks3.serve(with_another_processor, task, env=env)
+@pytest.mark.parametrize(
+    ("case", "hosts"), [(by_hosts, "abc"), (with_another_processor, "aab")]
+)
+def test_all_sum_by_gloo_where_a_host_is_of_one_rank_or_of_another_processor(
+    ranks3: RankPool, case: Callable[[Task], Any], hosts: str
+) -> None:
+    found = ranks3.serve(case, task_of(), env=of(hosts))
     assert {kind for _, kinds in found for kind in kinds} == {GlooExchange.__name__}
-    assert (
-        difference(
-            found[0][0].state, plain(dataclasses.replace(task, options={})).state
-        )
-        <= 1e-12
-    )
 
 
 def without_each_in_turn(task: Task) -> list[int]:
@@ -131,17 +114,9 @@ def test_now_this_rank_and_now_that_is_left_out(ranks4: RankPool) -> None:
         assert sum(files[-2:]) < sum(files[2:4]) + 5, files
 
 
-def without_devices(task: Task) -> str:
-    try:
-        return str(shared(task).state)
-    except ConfigError as error:
-        return str(error)
-
-
 def test_nccl_is_refused_where_a_rank_has_no_device_for_it(ranks2: RankPool) -> None:
     task = task_of(options={"transport": "nccl"})
-    found = ranks2.serve(without_devices, task, env=of("ab"))
-    for said in found:
+    for said in ranks2.serve(error_of, shared, task, env=of("ab")):
         assert re.search("needs a device of its own on every rank.*, got CPU", said)
 
 

@@ -14,13 +14,12 @@ from tests.distributed.cases.deaths import Death
 from tests.distributed.cases.joining_cases import Growing
 from tests.distributed.cases.step_deaths import BATCH
 from tests.distributed.grown import ended
-from tests.distributed.test_step_deaths import GLOO
+from tests.distributed.test_step_deaths import GLOO, SHARED_OR_GLOO
 from tests.harness.choices import ALONE, STEPS, WINDOWS
 from tests.harness.choices import wanted as wanted
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
-EACH_WAY = pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
 
 
 LONG: dict[str, Any] = {"samples": 480, "step_s": 0.02}
@@ -95,7 +94,7 @@ def test_a_rank_joins_where_checkpoints_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@EACH_WAY
+@SHARED_OR_GLOO
 def test_a_newcomer_dies_at_every_place(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -110,7 +109,7 @@ def test_a_newcomer_dies_at_every_place(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@EACH_WAY
+@SHARED_OR_GLOO
 def test_a_member_dies_while_another_joins(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -191,7 +190,7 @@ def test_a_rank_joins_where_one_trains_alone(
 
 
 @pytest.mark.slow
-@EACH_WAY
+@SHARED_OR_GLOO
 @pytest.mark.parametrize("called_in", ["sync", "async"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_ranks_join_under_auto_in_place_of_one_that_died(

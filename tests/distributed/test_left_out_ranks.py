@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
+from elche.coordination.auto import windows_advice
 from elche.coordination.auto.first_choice import MOST_STEPS
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync import left_out, step_grants
@@ -39,6 +40,8 @@ pytestmark = pytest.mark.distributed
 STEPS, BATCH = 40, 12
 SLOW, SLOW_S, SLOW_EPOCHS, EPOCHS = 1, 0.1, 2, 4
 SAMPLE_S = 0.001
+ADVICE = "policy='async' is predicted to win"
+"""What a run that names no policy is told, once."""
 FAST_FROM = 0
 """The slow rank is fast where fewer steps of an epoch are left."""
 
@@ -186,6 +189,8 @@ def decided_by_given_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(left_out, "CARRYING_S", 0.0)
     monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
     monkeypatch.setattr(ExcludedRanks, "is_trial_due", False)  # inside of epochs
+    monkeypatch.setattr(windows_advice, "ADVICE_GRANTS", 1)
+    monkeypatch.setattr(windows_advice, "advice", lambda cluster: ADVICE)
 
 
 def check(ranks: list[Found], task: Task, kind: str = "") -> None:
@@ -221,7 +226,9 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     first, second, *later = sizes(ranks[SLOW])
     assert STEPS > first > second > 1
     assert later == [STEPS, STEPS]
-    lines = [line for line in ranks[0].lines if "docs/policies.md" not in line]
+    advice = [[line for line in rank.lines if ADVICE in line] for rank in ranks]
+    assert advice == [[f"elche: {ADVICE}"], [], []]
+    lines = [line for line in ranks[0].lines if ADVICE not in line]
     said = [line.partition(":")[2] for line in lines]
     assert said[0].startswith(" rank 1 excluded: steps of")
     assert said[1].startswith(" rank 1 takes part again")
@@ -279,9 +286,11 @@ def test_auto_leaves_out_at_once_whom_its_choice_does_without(
 
 def test_a_rank_is_left_out_where_gradients_travel_encoded(ranks3: RankPool) -> None:
     """Residuals begin anew in every group; the ranks that are left stay equal."""
-    task = task_of(dtype="float32", options={"codec": "int8"}, optimizer="sgd")
+    options = {"codec": "int8", "policy": "sync"}
+    task = task_of(dtype="float32", options=options, optimizer="sgd")
     ranks = ranks3.serve(train, task)
     assert [rank.error for rank in ranks] == [""] * 3
+    assert not any(ADVICE in line for rank in ranks for line in rank.lines)
     assert sizes(ranks[SLOW])[1] < STEPS
     for epoch in range(EPOCHS):
         assert identical([rank.states[epoch] for rank in ranks])

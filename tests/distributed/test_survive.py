@@ -130,12 +130,6 @@ CASES: list[Case] = [
     ("async", tuple(Death(r, "batch", 18 + 2 * r) for r in (1, 2, 3)), WAYS["gloo"]),
 ]
 MORE_CASES: list[Case] = [
-    *(
-        (policy, (Death(2, place),), {})
-        for policy in ("cadence", "async")
-        for place in ("batch", "after closed", "after summing")
-    ),
-    ("async", (Death(2, "sending a part", IN_A_SUM),), CODED["int8"]),
     ("async", (Death(2, "batch"),), {"freezes": True}),
     *(
         (policy, (Death(2, place, at),), {"freezes": True, **CODED["int8"]})

@@ -29,12 +29,7 @@ FOUR_TO_ONE = [
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "bound"),
-    [
-        ("float32", "sgd", 1e-6),
-        ("float32", "adamw", 1e-6),
-        ("float64", "sgd", 1e-13),
-        ("float64", "adamw", 1e-13),
-    ],
+    [("float32", "adamw", 1e-6), ("float64", "sgd", 1e-13)],
 )
 def test_unequal_shares_equal_one_process(
     ranks2: RankPool, dtype: str, optimizer: str, bound: float
@@ -118,15 +113,6 @@ def test_every_position_once_in_the_users_order(ranks3: RankPool, task: Task) ->
     assert {trace.length for trace in traces} == {reference.length}
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-5
-
-
-def test_batch_norm_buffers_stay_equal(ranks3: RankPool) -> None:
-    task = Task(samples=101, batch_size=8, model="norm")
-    traces = ranks3.serve(shared, task)
-    assert identical([trace.state for trace in traces])
-    state = traces[0].state
-    assert int(state["1.num_batches_tracked"]) == 2 * 13
-    assert float(state["1.running_var"].min()) > 0
 
 
 def test_augmentation_draws_by_position(ranks2: RankPool) -> None:

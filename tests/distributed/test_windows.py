@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 
 from tests.distributed.cases.tasks import (
@@ -14,10 +11,7 @@ from tests.distributed.cases.tasks import (
     positions,
     shared,
 )
-from tests.distributed.cases.window_cases import (
-    shared_over_slow_link,
-    trained_by,
-)
+from tests.distributed.cases.window_cases import shared_over_slow_link, trained_by
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 
@@ -25,19 +19,16 @@ pytestmark = pytest.mark.distributed
 NEW_RANKS = True
 
 
-def _with(task: Task, **options: Any) -> Task:
-    return dataclasses.replace(task, options={**task.options, **options})
-
-
 @pytest.mark.parametrize(
     "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow), "async"]
 )
 def test_deterministic_runs_are_equal_to_the_bit(ranks2: RankPool, policy: str) -> None:
-    task = Task(samples=600, batch_size=8, optimizer="adamw", options={"seed": 5})
-    task = _with(task, policy=policy, deterministic=True, speed_hints=(1.0, 0.5))
+    options = {"deterministic": True, "speed_hints": (1.0, 0.5)}
+    options |= {"seed": 5, "policy": policy}
+    task = Task(samples=600, batch_size=8, optimizer="adamw", options=options)
     runs = [
         ranks2.serve(shared, task, env=speeds)
-        for speeds in (_speeds(1.0, 0.5), _speeds(0.5, 1.0))
+        for speeds in (FOUR_TO_ONE, FOUR_TO_ONE[::-1])
     ]
     assert [t.orders for t in runs[0]] == [t.orders for t in runs[1]]
     assert identical([trace.state for run in runs for trace in run])
@@ -70,8 +61,3 @@ def test_a_sum_over_a_batch_steps_as_far_as_one_device(
     assert identical([*means])
     assert identical([*sums])
     assert difference(sums[0], means[0]) < 1e-6
-
-
-def _speeds(*speeds: float) -> Any:
-    """Environment of emulated ranks, in the form that the pool takes."""
-    return [{**FOUR_TO_ONE[0], "ELCHE_SPEED": str(speed)} for speed in speeds]

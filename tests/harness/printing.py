@@ -16,6 +16,7 @@ from tests.harness.waiting import until
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """What tells a script that a launcher has started it, beside elche's own."""
 ENDS_WITHIN_S = 240.0
+"""How long is waited for a program's line, or for its end."""
 UNCOMPILED = str(Path(__file__).parent / "uncompiled")
 """In PYTHONPATH it halves the start of a rank."""
 
@@ -68,7 +69,7 @@ def started(
                     env=environment_of(**(variables[number] if variables else {})),
                     start_new_session=True,
                 )
-            programs.append(Printing(process, output, ENDS_WITHIN_S))
+            programs.append(Printing(process, output))
         yield programs
     finally:
         for each in programs:
@@ -83,14 +84,10 @@ class Printing:
     Args:
         process: the program.
         output: file of what it prints.
-        wait_s: how long is waited for a line, or for its end.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], output: Path, wait_s: float
-    ) -> None:
-        self.process, self._wait_s = process, wait_s
-        self._output = output
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.process, self._output = process, output
 
     @property
     def output(self) -> str:
@@ -99,7 +96,7 @@ class Printing:
 
     def wait_for(self, pattern: str, count: int = 1) -> list[str]:
         """What matches, as soon as it is there so many times."""
-        deadline_s = time.monotonic() + self._wait_s
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
         while time.monotonic() < deadline_s:
             has_ended = self.process.poll() is not None  # before its last words
             found = re.findall(pattern, self.output)
@@ -112,13 +109,11 @@ class Printing:
     def wait_until_idle(self) -> None:
         """Returns when it has acted on all that was sent to it before."""
         stat = Path(f"/proc/{self.process.pid}/stat")
-        until(
-            lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", self._wait_s
-        )
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
 
     def end(self) -> int:
         """The exit code."""
         try:
-            return self.process.wait(self._wait_s)
+            return self.process.wait(ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after:\n{self.output}") from None

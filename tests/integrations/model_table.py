@@ -19,7 +19,6 @@ import torch
 import transformers
 
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_models import (
     FAMILIES,
     Ran,
@@ -41,9 +40,7 @@ def cell(pool: RankPool, name: str, column: str) -> tuple[int, str]:
         folder = Path(made) if column == LOAD else None
         expected = alone(name, folder)
         generates = column == GENERATE and expected.tokens is not None
-        found = pool.run(
-            piped, name, schedule, folder, generates, case_setup=serve_in_thread
-        )
+        found = pool.serve(piped, name, schedule, folder, generates)
     if found[0].refused:
         return found[0].layers, found[0].refused
     if column == GENERATE:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,11 @@ import elche
 from elche.integrations.fabric import ElcheFabricStrategy
 from elche.integrations.lightning import ElcheStrategy
 from elche.integrations.rank_strategy import RankStrategy
+from tests.ddp.cases.ddp_cases import meeting, torch_world
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 from tests.integrations.cases.lightning_fit import Regression, loaders
+from tests.integrations.programs import printed
 
 CASES = Path(__file__).parent / "cases"
 SPEEDS = ("-m", "elche", "run", "--speeds", "1,0.3", "--ms-per-sample", "0.3")
@@ -28,15 +28,7 @@ pytestmark = pytest.mark.distributed
 
 def run(*arguments: str) -> list[list[str]]:
     """The words of the lines that a script printed."""
-    ended = subprocess.run(
-        (sys.executable, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-6000:]
-    return [line.split() for line in ended.stdout.splitlines()]
+    return [line.split() for line in printed(*arguments).splitlines()]
 
 
 def assert_same(shared: list[list[str]], alone: list[list[str]]) -> None:
@@ -69,8 +61,11 @@ def test_fabric_and_a_stateful_loader() -> None:
 
 def exchanged() -> dict[str, Any]:
     """What two ranks exchange, each in every way."""
-    rank = this_place().rank
-    elche.rank()
+    with torch_world():
+        return exchanged_in_world(this_place().rank)
+
+
+def exchanged_in_world(rank: int) -> dict[str, Any]:
     ranks = RankStrategy()
     ranks.take_rank("a test", {"timeout_s": 30.0}, None, None)
     mine = torch.tensor([rank + 1, 5])
@@ -83,7 +78,8 @@ def exchanged() -> dict[str, Any]:
             ranks.broadcast(object())
     with pytest.raises(elche.ConfigError, match="mean, sum, min or max"):
         ranks.reduce(mine, None, "median")
-    got = {
+    ranks.barrier()
+    return {
         "mean": ranks.reduce(mine).tolist(),
         "sum": ranks.reduce(mine, None, torch.distributed.ReduceOp.SUM).tolist(),
         "max": ranks.reduce(mine, None, "max").tolist(),
@@ -94,26 +90,11 @@ def exchanged() -> dict[str, Any]:
         "all": ranks.reduce_boolean_decision(rank == 1),
         "any": ranks.reduce_boolean_decision(rank == 1, False),
     }
-    ranks.barrier()
-    torch.distributed.destroy_process_group()
-    return got
 
 
-def test_what_ranks_exchange(ranks2: RankPool, tmp_path: Path) -> None:
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
-    places = [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        for rank in range(2)
-    ]
-    first, second = ranks2.run(exchanged, timeout_s=120, env=places)
+def test_what_ranks_exchange(ranks2: RankPool) -> None:
+    places = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    first, second = ranks2.run(exchanged, case_setup=meeting, env=places)
     assert first == second
     assert first == {
         "mean": [1.5, 5.0],
@@ -173,7 +154,7 @@ def test_what_fabric_is_refused() -> None:
 
 
 def test_the_example() -> None:
-    example = str(CASES.parents[2] / "examples" / "lightning_module.py")
-    shown = [line for line in run(*SPEEDS, example) if line[0] == "epoch"]
+    lines = run(*SPEEDS, "examples/lightning_module.py")
+    shown = [line for line in lines if line[0] == "epoch"]
     assert [line[1] for line in shown] == ["0:", "1:", "2:", "3:", "4:"]
     assert float(shown[-1][4].removesuffix("%")) > 85

@@ -15,7 +15,6 @@ from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.setup import pretrained
 from tests.harness.logged import logged
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_loading import (
     IDS,
     alone,
@@ -35,7 +34,7 @@ def test_each_rank_reads_its_own_layers(
     """Labels train; evaluation and generation run without them."""
     expected = alone(family, tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2, "in several files"
-    found = ranks2.run(loaded, family, tmp_path, schedule, case_setup=serve_in_thread)
+    found = ranks2.serve(loaded, family, tmp_path, schedule)
     for one in found:
         # transformers computes the loss of labels in float32.
         assert one.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -53,7 +52,7 @@ def test_each_rank_reads_its_own_layers(
 @pytest.mark.distributed
 def test_replicas_read_their_layers(ranks4: RankPool, tmp_path: Path) -> None:
     expected = alone("llama", tmp_path)
-    found = ranks4.run(loaded, "llama", tmp_path, "1f1b", 2, case_setup=serve_in_thread)
+    found = ranks4.serve(loaded, "llama", tmp_path, "1f1b", 2)
     for one in found:
         assert one.loss == pytest.approx(expected.loss, rel=1e-6)
         mine = {name: expected.gradients[name] for name in one.gradients}

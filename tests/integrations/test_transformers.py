@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,9 @@ from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.transformers import ElcheTrainer, ElcheTrainingArguments
 from elche.runtime.process.environment import Placement
+from tests.distributed.cases.tasks import difference
+from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_tasks import (
     Found,
     Job,
@@ -32,24 +32,12 @@ from tests.integrations.cases.hf_tasks import (
     own_loop,
     train,
 )
+from tests.integrations.programs import printed
 
-UNEQUAL = [
-    {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.2"},
-    {"ELCHE_SPEED": "0.3", "ELCHE_MS_PER_SAMPLE": "0.2"},
-]
 CLOSE = 1e-5
 """Norm of the difference, by that of the parameters: both are in single precision."""
 
 pytestmark = pytest.mark.distributed
-
-
-def difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    assert got.keys() == want.keys()
-    one, other = (
-        torch.cat([state[name].double().flatten() for name in want])
-        for state in (got, want)
-    )
-    return float((one - other).norm() / other.norm())
 
 
 def check_equal(ranks: list[Found], alone: Found) -> None:
@@ -83,7 +71,7 @@ def check_equal(ranks: list[Found], alone: Found) -> None:
 )
 def test_it_ends_as_on_one_device(ranks2: RankPool, job: Job, tmp_path: Path) -> None:
     job = replace(job, folder=str(tmp_path))
-    ranks = ranks2.run(train, job, case_setup=serve_in_thread, env=UNEQUAL)
+    ranks = ranks2.serve(train, job, env=FOUR_TO_ONE)
     check_equal(ranks, train(job))
 
 
@@ -118,7 +106,7 @@ def test_evaluation_inside_epochs_decides_for_all_ranks(
     }
     job = Job(options=options, callbacks=(EarlyStoppingCallback(2, 0.5),))
     shared = replace(job, folder=str(tmp_path / "ranks"))
-    ranks = ranks2.run(train, shared, case_setup=serve_in_thread, env=UNEQUAL)
+    ranks = ranks2.serve(train, shared, env=FOUR_TO_ONE)
     alone = train(replace(job, folder=str(tmp_path / "alone")))
     check_equal(ranks, alone)
     assert alone.steps == 12
@@ -130,7 +118,7 @@ def test_a_callback_that_stops_one_rank_alone_is_named(
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     job = Job(folder=str(tmp_path), callbacks=(StopsAlone(),), timeout_s=8.0)
-    outcomes = ranks2.run(train, job, case_setup=serve_in_thread, expect_failure=True)
+    outcomes = ranks2.serve(train, job, expect_failure=True)
     assert any("a callback's stop after step 3" in str(each.error) for each in outcomes)
 
 
@@ -146,7 +134,7 @@ def test_a_run_goes_on_from_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> No
     job = Job(folder=str(tmp_path), options=options)
     through = train(job)
     again = replace(job, resumes="checkpoint-4")
-    ranks = ranks2.run(train, again, case_setup=serve_in_thread, env=UNEQUAL)
+    ranks = ranks2.serve(train, again, env=FOUR_TO_ONE)
     assert difference(ranks[0].state, through.state) <= CLOSE
     for name in ("loss", "epoch", "learning_rate"):
         assert ranks[0].logged(name) == pytest.approx(through.logged(name), rel=1e-4)
@@ -157,8 +145,8 @@ def test_lora_saves_its_adapter_on_rank_0(ranks2: RankPool, tmp_path: Path) -> N
     """By the Trainer and in a loop of the user's."""
     trained, own = tmp_path / "trainer", tmp_path / "own"
     job = Job("lora", folder=str(trained), saves=True)
-    found = ranks2.run(train, job, case_setup=serve_in_thread, env=UNEQUAL)
-    ranks = ranks2.run(own_loop, str(own), case_setup=serve_in_thread, env=UNEQUAL)
+    found = ranks2.serve(train, job, env=FOUR_TO_ONE)
+    ranks = ranks2.serve(own_loop, str(own), env=FOUR_TO_ONE)
     state, losses = own_loop(str(tmp_path / "alone"))
     assert difference(ranks[0][0], state) <= CLOSE
     assert ranks[0][1] == pytest.approx(losses, rel=1e-4)
@@ -239,20 +227,10 @@ def test_without_transformers_it_says_what_to_install(
     ],
 )
 def test_an_example_prints_the_same_on_two_devices(name: str, pattern: str) -> None:
-    root = Path(__file__).parents[2]
     launcher = ("-m", "elche", "run", "--speeds", "1,0.3", "--ms-per-sample", "0.1")
     alone, shared = (
-        subprocess.run(
-            (sys.executable, *options, f"examples/{name}.py"),
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-            cwd=root,
-        )
-        for options in ((), launcher)
+        printed(*options, f"examples/{name}.py") for options in ((), launcher)
     )
-    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
-    assert re.search(pattern, alone.stdout)
-    said = [re.findall("(?:epoch|loss per).*", each.stdout) for each in (alone, shared)]
+    assert re.search(pattern, alone)
+    said = [re.findall("(?:epoch|loss per).*", each) for each in (alone, shared)]
     assert said[0] == said[1]

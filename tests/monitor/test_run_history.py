@@ -42,12 +42,15 @@ from elche.monitor.run_history import RunHistory, columns, rank_row, run_row, th
 FILE = json.dumps({"kind": "file", "format": FORMAT, "version": VERSION}) + "\n"
 
 
-def join(rank: int) -> Join:
+SETTINGS = (("config.policy", '"sync"'), ("epochs", "3"))
+
+
+def join(rank: int, settings: Any = SETTINGS) -> Join:
     return Join(
         rank=rank,
         version=0,
         world_size=2,
-        settings=(("config.policy", '"sync"'), ("epochs", "3")),
+        settings=settings,
         tensors=(),
         device=f"device {rank}",
         horizon_batches=1,

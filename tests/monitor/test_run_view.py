@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import io
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from elche.coordination.accounts.metrics import WindowMetrics
-from elche.coordination.protocol.events import Join
-from elche.coordination.protocol.instructions import (
-    BeginEpoch,
-    EndEpoch,
-    MetricsReported,
-)
-from elche.monitor.event_records import EventRecorder, Record
+from elche.coordination.protocol.instructions import MetricsReported
 from elche.monitor.live_run import LiveRun, ProgressLines
 from elche.monitor.run_history import RunHistory, run_row
 from elche.monitor.run_view import (
@@ -28,64 +20,30 @@ from elche.monitor.run_view import (
     run_head,
     run_lines,
 )
+from tests.monitor.test_run_history import begin, end, join, recorded, report
 
 Window = tuple[float, tuple[int, int]]
-
-
-def join(rank: int) -> Join:
-    return Join(
-        rank=rank,
-        version=0,
-        world_size=2,
-        settings=(),
-        tensors=(),
-        device=f"device {rank}",
-        horizon_batches=1,
-    )
-
-
-def begin(epoch: int = 0, samples: int = 1000) -> BeginEpoch:
-    return BeginEpoch(
-        rank=0,
-        epoch=epoch,
-        sizes=((10, samples // 10),),
-        policy="sync",
-        window=0,
-        cut=(1, 0, 1),
-    )
-
-
-def end() -> EndEpoch:
-    return EndEpoch(rank=0, epoch=0, samples=0, sync_s=0.0, windows=1, anchor=1)
 
 
 def window(
     duration_s: float, samples: tuple[int, int], busy_s: tuple[float, float]
 ) -> MetricsReported:
-    metrics = WindowMetrics(
-        window=0,
-        epoch=0,
-        synchronisations=1,
-        duration_s=duration_s,
-        rank_samples=samples,
-        discarded_samples=(0, 0),
-        busy_s=busy_s,
-        data_wait_s=(0.0, 0.0),
-        transfer_s=(0.0, 0.0),
-        sync_wait_s=(duration_s - busy_s[0], duration_s - busy_s[1]),
-    )
-    return MetricsReported(rank=0, epoch=0, window=0, values=metrics.to_json())
+    waits_s = tuple(duration_s - each for each in busy_s)
+    zeros = {"data_wait_s": (0.0, 0.0), "transfer_s": (0.0, 0.0)}
+    times = {"duration_s": duration_s, "busy_s": busy_s, "sync_wait_s": waits_s}
+    return report(0, samples, means=(), **times, **zeros)
 
 
 def seen(*messages: object) -> RunHistory:
+    """Of two ranks, which do not say how many epochs there will be."""
     history = RunHistory()
-    for record in recorded(EventRecorder(), join(0), join(1), *messages):
-        history.take(record)
+    show(history, join(0, ()), join(1, ()), *messages)
     return history
 
 
-def recorded(recorder: EventRecorder, *messages: object) -> list[Record]:
-    return [r for m in messages for r in recorder.see(m, 0.0)]  # type: ignore[arg-type]
+def show(history: RunHistory, *messages: object) -> None:
+    for record in recorded(*messages):
+        history.take(record)
 
 
 def rate(history: RunHistory) -> float:
@@ -97,7 +55,7 @@ def efficiency(history: RunHistory) -> float:
 
 
 def test_rate_efficiency_and_the_time_left() -> None:
-    history = seen(begin(), window(1.0, (80, 20), (0.8, 0.5)))
+    history = seen(*begin(0), window(1.0, (80, 20), (0.8, 0.5)))
     assert rate(history) == 100.0
     assert efficiency(history) == pytest.approx(100.0 / (80 / 0.8 + 20 / 0.5))
     head, _, first, second = run_lines(history)
@@ -110,18 +68,19 @@ def test_rate_efficiency_and_the_time_left() -> None:
 
 def test_a_rank_that_was_left_out_counts_with_the_speed_it_had() -> None:
     alone = [window(1.0, (80, 0), (1.0, 0.0))] * 6
-    history = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)), *alone)
+    history = seen(*begin(0), window(1.0, (80, 20), (1.0, 1.0)), *alone)
     assert rate(history) == 80.0
     assert efficiency(history) == pytest.approx(0.8)
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 20.0), st.tuples(*[st.integers(0, 99)] * 2))))
 def test_rates_are_of_the_last_seconds(windows: list[Window]) -> None:
-    history, recorder, recent = RunHistory(), EventRecorder(), list[Window]()
-    for duration_s, samples in windows:
-        message = window(duration_s, samples, (duration_s, duration_s))
-        history.take(*recorded(recorder, message))
-        recent.append((duration_s, samples))
+    history = seen(
+        *(window(length_s, n, (length_s, length_s)) for length_s, n in windows)
+    )
+    recent = list[Window]()
+    for each in windows:
+        recent.append(each)
         while sum(each[0] for each in recent[1:]) >= 5.0:
             del recent[0]
     taken_s = sum(each[0] for each in recent)
@@ -130,13 +89,12 @@ def test_rates_are_of_the_last_seconds(windows: list[Window]) -> None:
 
 
 def test_epochs_and_policies_follow_each_other() -> None:
-    messages = begin(), window(1.0, (80, 20), (1.0, 1.0)), end()
+    messages = *begin(0), window(1.0, (80, 20), (1.0, 1.0)), *end(0)
     history = seen(*messages)
     assert "epoch 0 (sync)" in run_lines(history)[0]
     assert not history.is_training
     assert "left" not in run_lines(history)[0]
-    again = begin(epoch=1), begin(epoch=1)  # the second is the other rank's
-    history = seen(*messages, *again)
+    history = seen(*messages, *begin(1))
     assert "epoch 1 (sync)" in run_lines(history)[0]
     assert " 0 of 1,000 samples" in run_lines(history)[0]
 
@@ -153,7 +111,7 @@ def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, color_system=None)
     live = LiveRun(console)
-    joined, begun = recorded(EventRecorder(), join(0), begin())
+    joined, begun = recorded(join(0), *begin(0))
     history = RunHistory()
     history.take(joined)
     live.draw(history)
@@ -172,10 +130,7 @@ def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
 def test_the_time_left_of_a_run_whose_epochs_are_known() -> None:
     history = RunHistory()
     assert run_head(history) == "no epoch has begun"
-    known = replace(join(0), settings=(("epochs", "3"),))
-    done = window(1.0, (80, 20), (1.0, 1.0))
-    for record in recorded(EventRecorder(), known, begin(), done):
-        history.take(record)
+    show(history, join(0), *begin(0), window(1.0, (80, 20), (1.0, 1.0)))
     assert run_head(history).endswith(
         "deliver, 0:09 left in the epoch, 0:29 in the run"
     )
@@ -185,14 +140,11 @@ def test_a_log_gets_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None
     now_s, said = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     lines = ProgressLines(said.append, every_s=60.0)
-    history = RunHistory()
-    for record in recorded(EventRecorder(), join(0), begin()):
-        history.take(record)
+    history = seen(*begin(0))
     for now_s[0] in (59.0, 61.0):
         lines.draw(history)
     assert said == []  # no window yet
-    for record in recorded(EventRecorder(), window(1.0, (80, 20), (1.0, 1.0))):
-        history.take(record)
+    show(history, window(1.0, (80, 20), (1.0, 1.0)))
     for now_s[0] in (61.0, 90.0, 122.0):
         lines.draw(history)
     assert len(said) == 2

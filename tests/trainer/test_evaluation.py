@@ -18,7 +18,6 @@ from elche.errors import ConfigError
 from elche.trainer.evaluation import batches_of
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("plain_environment")]
 
@@ -91,7 +90,7 @@ def same(one: Any, other: Any) -> bool:
 def test_ranks_find_what_one_device_finds(ranks2: RankPool, policy: str) -> None:
     torch.set_num_threads(1)
     alone = found(LENGTHS)
-    ranks = ranks2.run(in_a_run, policy, case_setup=serve_in_thread)
+    ranks = ranks2.serve(in_a_run, policy)
     for rank, runs in enumerate(ranks):
         for run in runs:
             for place, (mine, his) in enumerate(zip(run, alone, strict=True)):
@@ -121,7 +120,7 @@ def in_training_mode() -> None:
 
 
 def test_batch_norm_over_ranks_needs_evaluation_mode(ranks2: RankPool) -> None:
-    ranks2.run(in_training_mode, case_setup=serve_in_thread)
+    ranks2.serve(in_training_mode)
 
 
 @given(
@@ -231,7 +230,7 @@ def trained() -> list[Any]:
 
 def test_a_trainer_evaluates_and_predicts_after_fit(ranks2: RankPool) -> None:
     *alone, _ = trained()
-    ranks = ranks2.run(trained, case_setup=serve_in_thread)
+    ranks = ranks2.serve(trained)
     assert [rank.pop() for rank in ranks] == [False, True]
     assert ranks[0] == ranks[1]
     for mine, his in zip(ranks[0], alone, strict=True):

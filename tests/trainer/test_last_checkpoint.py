@@ -19,7 +19,6 @@ from elche.errors import DeadlineError
 from tests.distributed.cases.tasks import identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -49,17 +48,24 @@ class Loss:
         return loss
 
 
-def trainer(folder: Path | None, loss: Loss, **options: Any) -> elche.Trainer:
+def normed() -> nn.Module:
+    layers = nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+    return elche.convert_sync_batchnorm(nn.Sequential(*layers))
+
+
+def trainer(
+    folder: Path | None, loss: Loss, *, has_norm: bool = False, **options: Any
+) -> elche.Trainer:
     return elche.Trainer(
-        lambda: nn.Linear(1, 1),
+        normed if has_norm else lambda: nn.Linear(1, 1),
         lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         loss,
-        dataset=DATA,
+        **{"dataset": DATA, **options},
         batch_size=BATCH,
         epochs=EPOCHS,
         seed=5,
+        lr_schedule=lambda progress: 1.0 - progress / 2,
         checkpoint_dir=folder,
-        **options,
     )
 
 
@@ -117,6 +123,25 @@ def test_in_an_evaluation_it_breaks_that_off(tmp_path: Path) -> None:
     assert [record.eval_loss is None for record in rest.history] == [False, True, False]
 
 
+def test_what_an_error_has_ended_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    early = elche.trainer.EarlyStopping(patience=EPOCHS)
+    options: dict[str, Any] = {"early_stopping": early, "eval_dataset": DATA}
+    whole = trainer(None, Loss(), **options).fit()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    options["checkpoint_every_s"] = 1e-3
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, Loss(fail, 2 * STEPS + 7), **options).fit()
+    rest = trainer(tmp_path, Loss(), **options, resume=True).fit()
+    losses = [[each.eval_loss for each in run.history] for run in (rest, whole)]
+    assert losses[0] == losses[1]
+    assert rest.best_metric == whole.best_metric
+    assert identical([rest.model_state, whole.model_state])
+    assert rest.report.samples < SAMPLES * EPOCHS == whole.report.samples
+
+
 def test_in_the_last_evaluation_too() -> None:
     loss = Loss(terminated, 2 * STEPS + 1, in_evaluation=True)
     result = trainer(None, loss, eval_dataset=DATA).fit()
@@ -127,40 +152,36 @@ def test_in_the_last_evaluation_too() -> None:
 
 def test_between_epochs_what_follows_is_not_lost(tmp_path: Path) -> None:
     """The next epoch is one batch, and over before it could be cut."""
-    few = TensorDataset(DATA.tensors[0][:BATCH])
-
-    def made(loss: Loss, **options: Any) -> elche.Trainer:
-        return elche.Trainer(
-            lambda: nn.Linear(1, 1),
-            lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-            loss,
-            dataset=few,
-            batch_size=BATCH,
-            epochs=EPOCHS,
-            seed=5,
-            checkpoint_dir=tmp_path,
-            **options,
-        )
-
+    few = {"dataset": TensorDataset(DATA.tensors[0][:BATCH])}
     loss, again = Loss(), Loss()
-    first = made(loss, on_epoch_end=lambda record: terminated()).fit()
+    ended = {"on_epoch_end": lambda record: terminated()}
+    first = trainer(tmp_path, loss, **few, **ended).fit()
     assert first.stopped_by == "SIGTERM"
     assert len(first.history) == loss.batches[0]
-    rest = made(again, resume=True).fit()
+    rest = trainer(tmp_path, again, **few, resume=True).fit()
     assert len(rest.history) == EPOCHS
     assert loss.batches[0] + again.batches[0] == EPOCHS
 
 
-def stopped_on(folder: Path, policy: str, stopping: int, where: str) -> Any:
-    act = terminated if elche.rank() == stopping else None
+def stopped_on(folder: Path, policy: str, stopping: set[int], where: str) -> Any:
+    act = terminated if elche.rank() in stopping else None
     is_evaluation = where == "evaluation"
     loss = Loss(act, 1 if is_evaluation else 5, in_evaluation=is_evaluation)
-    data = DATA if is_evaluation else None
-    result = trainer(folder, loss, policy=policy, eval_dataset=data).fit()
+    asked = trainer(
+        None if "without a folder" in where else folder,
+        loss,
+        policy=policy,
+        eval_dataset=DATA if is_evaluation else None,
+        has_norm="norm" in where,
+    )
+    result = asked.fit() if len(stopping) == 1 else asked.start().join(WAIT_S)
     return [
         result.model_state,
         result.stopped_by,
-        [(record.epoch, record.samples, record.eval_loss) for record in result.history],
+        [
+            (record.epoch, record.samples, record.eval_loss, record.train_loss)
+            for record in result.history
+        ],
     ]
 
 
@@ -173,27 +194,32 @@ def resumed(folder: Path, policy: str) -> Any:
 @pytest.mark.parametrize(
     ("policy", "stopping", "where"),
     [
-        ("sync", 0, "training"),
-        ("sync", 1, "training"),
-        ("cadence", 1, "training"),
-        ("async", 0, "training"),
-        ("sync", 1, "evaluation"),
+        ("sync", {0}, "training"),
+        ("sync", {1}, "training"),
+        ("cadence", {1}, "training"),
+        ("async", {0}, "training"),
+        ("sync", {1}, "evaluation"),
+        ("sync", {0, 1}, "training without a folder"),
+        ("sync", {1}, "training without a folder, norm"),
+        ("cadence", {1}, "training without a folder"),
+        ("async", {0}, "training without a folder"),
     ],
 )
-def test_a_signal_on_one_rank_stops_all(
-    ranks2: RankPool, tmp_path: Path, policy: str, stopping: int, where: str
+def test_a_signal_on_one_rank_or_all_stops_all(
+    ranks2: RankPool, tmp_path: Path, policy: str, stopping: set[int], where: str
 ) -> None:
-    options: dict[str, Any] = {"case_setup": serve_in_thread, "env": FOUR_TO_ONE}
-    both = ranks2.run(stopped_on, tmp_path, policy, stopping, where, **options)
+    both = ranks2.serve(stopped_on, tmp_path, policy, stopping, where, env=FOUR_TO_ONE)
     assert identical([each[0] for each in both])
     assert both[0][1:] == both[1][1:]
     _, stopped_by, records = both[0]
     assert stopped_by == "SIGTERM"
-    assert num_checkpoints(tmp_path) == 1
-    epoch, samples, loss = records[-1]
+    epoch, samples, loss, _ = records[-1]
     assert (samples == SAMPLES) == (where == "evaluation")
     assert loss is None
-    again = ranks2.run(resumed, tmp_path, policy, **options)
+    if "without a folder" in where:
+        return
+    assert num_checkpoints(tmp_path) == 1
+    again = ranks2.serve(resumed, tmp_path, policy, env=FOUR_TO_ONE)
     assert identical([each[0] for each in again])
     left = [] if where == "evaluation" else [SAMPLES - samples]
     own = again[0][1][epoch + (where == "evaluation") :]

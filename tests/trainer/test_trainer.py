@@ -182,6 +182,7 @@ def test_without_a_schedule_the_rate_is_the_users_to_change() -> None:
         ({"lr_scale": 0.0}, r"expected lr_scale to be a positive .*, got 0\.0"),
         ({"checkpoint_every_epochs": 2}, "was removed: on_checkpoint= is called at"),
         ({"on_checkpoint": 3}, "expected on_checkpoint to be callable, got 3"),
+        ({"resume": True}, "resume=True needs checkpoint_dir"),
         ({"max_grad_norm": 0}, "expected max_grad_norm to be a positive finite"),
         ({"on_window_end": print}, "on_window_end= was removed: elche.metrics()"),
         ({"on_epoch_end": 3}, "expected on_epoch_end to be callable, got 3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,16 +189,12 @@ def grow_and_freeze() -> list[State]:
 
 def said_by(wrong: str) -> str:
     """The error that a mistake brings on this rank."""
-
-    def case(group: Any) -> str:
-        try:
-            _wrong(wrong, group)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    said: str = _in_group(case, timeout_s=60.0)
-    return said
+    own_s = float(os.environ["RANK"]) if wrong == "settings" else 0.0
+    try:
+        _in_group(partial(_wrong, wrong), timeout_s=60.0 + own_s)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _wrong(wrong: str, group: Any) -> None:
@@ -237,12 +234,3 @@ def _wrong(wrong: str, group: Any) -> None:
         assert init_group() is group
         run.barrier()
         raise RuntimeError("passed")
-
-
-def join_with_other_settings() -> str:
-    """Ranks that disagree about the deadline."""
-    try:
-        init_group(timeout_s=100.0 + int(os.environ["RANK"]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

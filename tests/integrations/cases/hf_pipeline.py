@@ -1,4 +1,4 @@
-"""A GPT-2 of transformers in a pipeline, as it comes, and in one process."""
+"""Models of transformers that choose tokens: in a pipeline, and in one process."""
 
 from __future__ import annotations
 
@@ -19,29 +19,9 @@ from transformers import (
 
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.logged import logged
-from tests.pipeline.cases.pipeline_cases import CALM, optimizer_for
-from tests.pipeline.cases.pipeline_cut_cases import parts_of
+from tests.pipeline.cases.pipeline_cases import CALM
 
-WORDS, LAYERS, LENGTH, MICRO_BATCHES = 29, 6, 9, 4
-SIZES = (8, 3, 1)
-
-
-@dataclass(frozen=True)
-class Gpt2:
-    """How it is cut and run."""
-
-    schedule: str = "zb-h1"
-    points: tuple[str, ...] | None = None
-
-
-@dataclass
-class Outcome:
-    """What training came to, and tokens that were generated then."""
-
-    losses: list[float]
-    evaluated: float | None
-    state: dict[str, torch.Tensor]
-    tokens: torch.Tensor
+WORDS, LAYERS = 29, 6
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -62,73 +42,12 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).double()
 
 
-def data(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    count = SIZES[step]
-    tokens = torch.randint(WORDS, (count, LENGTH - step + 1), generator=generator)
-    batch = {"input_ids": tokens[:, :-1].contiguous()}
-    return batch, tokens[:, 1:].contiguous()
-
-
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
 def prompt() -> torch.Tensor:
     return torch.tensor([[2, 5, 7]])
-
-
-def alone() -> Outcome:
-    model = gpt2()
-    optimizer = optimizer_for(list(model.parameters()))
-    losses = []
-    for step in range(len(SIZES)):
-        batch, target = data(step)
-        optimizer.zero_grad()
-        total = 0.0
-        for part, wanted in zip(
-            parts_of(batch, MICRO_BATCHES), parts_of(target, MICRO_BATCHES), strict=True
-        ):
-            output = model(**part, use_cache=False)
-            loss = loss_of(output, wanted) * len(wanted) / len(target)
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    model.eval()
-    with torch.no_grad():
-        batch, target = data(2)
-        evaluated = loss_of(model(**batch), target).item()
-    mask = torch.ones_like(prompt())
-    tokens = model.generate(
-        prompt(), attention_mask=mask, max_new_tokens=8, do_sample=False
-    )
-    return Outcome(losses, evaluated, model.state_dict(), tokens)
-
-
-def piped(work: Gpt2) -> Outcome:
-    model = gpt2()
-    sample: dict[str, Any] = {"use_cache": False, **data(1)[0]}
-    with Pipeline(
-        model,
-        loss_of,
-        micro_batches=MICRO_BATCHES,
-        schedule=work.schedule,
-        sample=sample,
-        split_points=work.points,
-        **CALM,
-    ) as pipe:
-        optimizer = optimizer_for(list(pipe.parameters()))
-        losses = []
-        for step in range(len(SIZES)):
-            pipe.zero_grad()
-            losses.append(pipe.step(*data(step)).loss)
-            optimizer.step()
-        evaluated = pipe.evaluate(*data(2)).loss
-        tokens = pipe.generate(prompt(), max_new_tokens=8)
-        state = pipe.state_dict()
-        gpt2().load_state_dict(state)
-        return Outcome(losses, evaluated, state, tokens)
 
 
 @dataclass(frozen=True)

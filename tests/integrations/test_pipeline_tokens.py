@@ -1,4 +1,4 @@
-"""A GPT-2 of transformers is cut and trained as it comes, and generates."""
+"""Models of transformers generate from a pipeline, with a cache on each stage."""
 
 from __future__ import annotations
 
@@ -9,49 +9,21 @@ import torch
 
 from elche.pipeline.cutting.segments import cut_model
 from tests.harness.rank_pool import RankPool
-from tests.harness.serving import serve_in_thread
 from tests.integrations.cases.hf_pipeline import (
     NEW_TOKENS,
-    Gpt2,
     Tokens,
-    alone,
     gpt2,
-    piped,
     tokens_alone,
     tokens_piped,
 )
-from tests.pipeline.cases.pipeline_cases import furthest
 
 pytestmark = pytest.mark.distributed
-
-
-def check(pool: RankPool, work: Gpt2) -> None:
-    """Losses, parameters, one sample's evaluation and tokens are one process'."""
-    expected = alone()
-    found = pool.run(piped, work, case_setup=serve_in_thread)
-    assert len(set(expected.tokens[0, 3:].tolist())) > 1
-    for one in found:
-        assert one.losses == pytest.approx(expected.losses, rel=1e-12)
-        assert one.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
-        assert torch.equal(one.tokens, expected.tokens)
-        assert one.state.keys() == expected.state.keys()
-        state = {name: one.state[name] for name in expected.state}
-        assert furthest(state, dict(expected.state)) <= 1e-12
-
-
-def test_around_its_blocks_on_two_ranks(ranks2: RankPool) -> None:
-    check(ranks2, Gpt2("auto"))
-
-
-def test_by_name_on_two_ranks(ranks2: RankPool) -> None:
-    points = ("transformer.h.2", "transformer.h.4", "transformer.ln_f")
-    check(ranks2, Gpt2("zb-v", points))
 
 
 def check_tokens(pool: RankPool, work: Tokens) -> None:
     """Those of transformers with its cache, one new position a token."""
     expected = tokens_alone(work)
-    found = pool.run(tokens_piped, work, case_setup=serve_in_thread)
+    found = pool.serve(tokens_piped, work)
     assert len(set(expected[-1][:, 4:].flatten().tolist())) > 3
     for one in found:
         assert all(map(torch.equal, one.tokens, expected)), (one.tokens, expected)

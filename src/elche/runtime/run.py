@@ -11,7 +11,8 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.comm.averaging.averager_state import is_of_gradients
-from elche.comm.averaging.window_sync import refuse_state
+from elche.comm.averaging.window_sync import WindowSync, refuse_state
+from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.coordination.accounts.local_batches import local_cut
@@ -20,7 +21,7 @@ from elche.coordination.protocol.instructions import EndEpoch, Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.memory_limits import RankHost, check_caps
+from elche.runtime.memory_limits import check_caps
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
@@ -183,11 +184,10 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's run between epochs, beside model and optimizer."""
-        held = self._synchroniser.windows or self._synchroniser.reducer
         return {
             "samples": self._samples_resumed + self.epochs.samples_kept,
             "steps": self._observer.steps.before,
-            "averaging": None if held is None else held.state_dict(),
+            "averaging": self._reduction.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,10 +239,7 @@ class Run:
         """Returns rank 0's text on every rank; called by all of them."""
         return self.collectives.barrier(what, make)
 
-    can_cut = True
-
-    def check_cut(self) -> None:
-        """Does nothing: checkpoints are allowed inside an epoch."""
+    why_no_cut = ""
 
     def parts(self) -> RunParts:
         """Parts of a checkpoint, between epochs or at a cut of one."""
@@ -285,10 +282,24 @@ class Run:
             return False
         return self.worker.meets_in_forward or not reducer.is_joinable
 
+    def hold(self, holds: bool) -> None:
+        """Accumulates gradients for the last micro-batch while ``holds``."""
+        self._reduction.hold(holds)
+
+    def rewind(self) -> None:
+        """Discards an interrupted pass; its batch is run again, untimed.
+
+        Raises:
+            CommunicationError: its gradients were reduced already.
+        """
+        self.worker.is_cold = True
+        self._reduction.rewind()
+
     @property
-    def host(self) -> RankHost:
-        """Host of a batch that is run in micro-batches."""
-        return RankHost(self._synchroniser, self.worker)
+    def _reduction(self) -> GradientReducer | WindowSync:
+        held = self._synchroniser.windows or self._synchroniser.reducer
+        assert held is not None
+        return held
 
     @property
     def current_samples(self) -> int:

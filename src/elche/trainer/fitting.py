@@ -87,7 +87,7 @@ class Fitting:
             least_samples=min_share_samples(model),
             is_sum=run.loss_reduction == "sum",
             weights=self._weights,
-            host=None if current is None else current.host,
+            host=current,
             on_part=metrics.run_part,
         )
 

@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from operator import length_hint
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -139,11 +140,8 @@ def enumerate_batches(
 
 def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -> Any:
     """At most ``most`` values of a sampler; ``len(loader)`` if it is endless."""
-    try:
-        length = len(loader)
-    except TypeError:
-        return islice(drawn, most)
-    if most is not None and most <= length:
+    length = length_hint(loader, -1)
+    if length < 0 or (most is not None and most <= length):
         return islice(drawn, most)
     first, state = [*islice(drawn, length)], torch.get_rng_state()
     if loader in _ENDLESS:

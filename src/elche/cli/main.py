@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,6 @@ import click
 
 from elche import __version__
 from elche.cli.files import json_option
-from elche.cli.page_command import page as page_command
-from elche.cli.page_command import report as report_command
 from elche.cli.plan_command import plan as plan_command
 from elche.cli.run_command import rank_options
 from elche.cli.run_command import run as run_command
@@ -175,9 +176,57 @@ def doctor(
     sys.exit(code)
 
 
-main.add_command(page_command)
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--at",
+    default="",
+    metavar="HOST:PORT",
+    help="Address to listen on; default: a free port of 127.0.0.1.",
+)
+@click.option("--with-parent", is_flag=True, hidden=True)
+def page(folder: Path, at: str, with_parent: bool) -> None:
+    """Show the run whose events are in FOLDER in a browser, live or afterwards.
+
+    Prints the page's address, and serves it until Ctrl-C.
+    """
+    try:
+        from elche.monitor.page.server import serve_page
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the page needs {error.name}: pip install 'elche[page]'"
+        ) from error
+    if with_parent:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Flushed: a launcher reads it from a pipe.
+    serve_page(folder, at, partial(print, flush=True))
+
+
+@main.command()
+@click.argument("folder", metavar="RUN_FOLDER", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("report.html"),
+    show_default=True,
+    help="File to write: *.html opens without network, *.png is a picture.",
+)
+def report(folder: Path, output: Path) -> None:
+    """Write the report of the run whose events are in RUN_FOLDER; print its words."""
+    from elche.monitor.page.report_file import write_report
+
+    click.echo("\n".join(write_report(folder, output)))
+    click.echo(f"elche report: wrote {output}, {output.stat().st_size / 1e6:.1f} MB")
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its launcher has: the system closes the pipe."""
+    os.read(0, 1)
+    os._exit(0)
+
+
 main.add_command(plan_command)
-main.add_command(report_command)
 main.add_command(run_command)
 main.add_command(schedule_command)
 

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
@@ -131,10 +130,8 @@ class FunctionRanks:
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._main = main
         self._args = args
-        is_fork = _has_no_file(main)
-        self._context: ForkContext | SpawnContext = multiprocessing.get_context("spawn")
-        if is_fork:
-            self._context = multiprocessing.get_context("fork")
+        kind = "fork" if _has_no_file(main) else "spawn"
+        self._context: Any = multiprocessing.get_context(kind)
         self._folder = ""
         self._output: tuple[Connection, Connection] | None = None
         self._ready = threading.Event()

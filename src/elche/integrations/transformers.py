@@ -233,7 +233,7 @@ class ElcheTrainerMixin(_Trainer):
         if self._epochs is not None and self._epochs.is_under_way:
             if (run := current_run()) is not None:
                 step = self.state.global_step
-                run.barrier(
+                run.collectives.barrier(
                     f"a callback's stop after step {step}, on all ranks and not on one"
                 )
             self._epochs.leave()

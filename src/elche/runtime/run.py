@@ -17,7 +17,7 @@ from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.protocol.events import CheckpointSaved, Event, Failed, Left
-from elche.coordination.protocol.instructions import EndEpoch, Welcome
+from elche.coordination.protocol.instructions import Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.epochs.window_epoch import WindowEpoch
@@ -180,7 +180,8 @@ class Run:
     @property
     def was_left_early(self) -> bool:
         """True if any rank's loop has left the last epoch before its end."""
-        return bool(self.reports) and self.reports[-1].is_early
+        reports = self.epochs.reports
+        return bool(reports) and reports[-1].is_early
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's run between epochs, beside model and optimizer."""
@@ -203,14 +204,14 @@ class Run:
             if is_of_gradients(averaging):  # a codec's rounding, of a step under sync
                 averaging = None
             # A rank that left the last epoch early is awaited there until it reports.
-            self.barrier("load_state_dict")
+            self.collectives.barrier("load_state_dict")
             windows.load_state_dict(averaging)
         elif self.config.policy == "auto":
             if averaging is not None:
                 logger.info("policy 'auto' begins as sync: averaging is not resumed")
         elif is_of_gradients(averaging):
             assert self._synchroniser.reducer is not None
-            self.barrier("load_state_dict")
+            self.collectives.barrier("load_state_dict")
             self._synchroniser.reducer.load_state_dict(averaging)
         else:
             refuse_state(averaging)
@@ -318,11 +319,6 @@ class Run:
         """Samples of the current batch, or of the last epoch's last one."""
         return self.current_samples or self.epochs.execution.last_samples
 
-    @property
-    def reports(self) -> list[EndEpoch]:
-        """Reports of the coordinator on each finished epoch."""
-        return self.epochs.reports
-
     def headline(self) -> str:
         """The line that names the devices and whether they differ."""
         facts, batch_size = self.facts(), self._training.loader.batch_size
@@ -351,10 +347,6 @@ class Run:
         """Steps of the run at ``samples`` of the epoch, counted from a resume."""
         return self._observer.steps.at(samples + self.epochs.resumed_samples)
 
-    def check(self) -> None:
-        """Raises a pending error that could not be raised where it occurred."""
-        self.epochs.execution.check()
-
     def heeds_signals(self, heeds: bool) -> None:
         """Notifies the launcher whether this rank ends cleanly after a signal."""
         self.worker.heeds_signals(heeds)
@@ -362,10 +354,6 @@ class Run:
     def report_saved(self, text: str) -> None:
         """Reports a complete checkpoint to the coordinator."""
         self.worker.send(CheckpointSaved(rank=self.worker.rank, text=text))
-
-    def barrier(self, name: str) -> None:
-        """Waits for every rank; see `UserCollectives.barrier`."""
-        self.collectives.barrier(name)
 
     def follow(self, scheduler: LRScheduler) -> None:
         """Has a scheduler follow the run's progress in windows."""

@@ -60,7 +60,7 @@ def barrier() -> None:
         return
     run, by_hand = current_run(), process.manual
     if run is not None:
-        run.barrier("elche.barrier()")
+        run.collectives.barrier("elche.barrier()")
         return
     with waiting(device()):
         if by_hand is not None:

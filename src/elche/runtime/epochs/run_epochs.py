@@ -201,7 +201,6 @@ class RunEpochs:
         self.opening.probe()
         seed = self._training.config.seed
         seed_process(seed, self._worker.rank, self.execution.generator)
-        self.execution.attach()
 
     def iterate(self, steps: int = -1) -> Iterator[Any]:
         """Opens the next epoch on all ranks and yields this rank's batches.

@@ -217,6 +217,12 @@ def page(folder: Path, at: str, with_parent: bool) -> None:
     serve_page(folder, at, partial(print, flush=True))
 
 
+def _end_with_parent() -> None:
+    """Ends this process when its launcher has: the system closes the pipe."""
+    os.read(0, 1)
+    os._exit(0)
+
+
 @main.command()
 @click.argument("folder", metavar="RUN_FOLDER", type=click.Path(path_type=Path))
 @click.option(
@@ -233,12 +239,6 @@ def report(folder: Path, output: Path) -> None:
 
     click.echo("\n".join(write_report(folder, output)))
     click.echo(f"elche report: wrote {output}, {output.stat().st_size / 1e6:.1f} MB")
-
-
-def _end_with_parent() -> None:
-    """Ends this process when its launcher has: the system closes the pipe."""
-    os.read(0, 1)
-    os._exit(0)
 
 
 @main.group()

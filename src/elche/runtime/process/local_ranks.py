@@ -14,15 +14,12 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from elche.comm.control.addresses import listen
 from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.launchers import LAUNCH
 from elche.runtime.process.rank_processes import RankProcess
-
-if TYPE_CHECKING:
-    pass
 
 LOOPBACK = "127.0.0.1"
 READ_BYTES = 1 << 16
@@ -88,7 +85,7 @@ class LocalRanks:
         """
         config, display = self._config, self._config.display
         shown = None if display is None else display.print_line
-        on_line = shown if sys.stdout.isatty() else None
+        on_line = shown if display and sys.stdout.isatty() else None
         if config.on_line is not None:
             on_line = partial(config.on_line, rank)
         ends: list[int | None] = [None, None]

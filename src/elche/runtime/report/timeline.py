@@ -53,7 +53,7 @@ class Timeline:
         self.record: Callable[[_Batch], None] = self._records.append
 
     def newest(self, most: int = MOST_RECORDS) -> list[Span]:
-        """Spans of the newest ``most`` records."""
+        """Spans of the newest ``most`` records, in the order in which they ended."""
         records = islice(self._records, max(0, len(self._records) - most), None)
         spans: list[Span] = []
         for record in records:

@@ -25,7 +25,7 @@ TORCHS = {"_buffers", "_modules", "_parameters", "_version"}
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {
-    "cli/page_command.py": {"_exit"},  # of os
+    "cli/main.py": {"_exit"},  # of os
     "integrations/lightning.py": {"_accelerator_connector"},  # of Lightning
     "integrations/transformers.py": {  # of transformers
         "_globalstep_last_logged",

@@ -91,7 +91,7 @@ class BenchContender(Contender):
         return 0 if counter is None else int(Path(counter).read_text())
 
     def _details(self, run: Run | None) -> dict[str, Any]:
-        reports = [] if run is None else run.reports
+        reports = [] if run is None else run.epochs.reports
         epochs = [] if run is None else [*run.notifications.epoch_metrics]
         return {
             "sent_bytes": self._counted_bytes() - self._sent_bytes,

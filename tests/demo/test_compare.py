@@ -23,8 +23,9 @@ def test_devices_are_emulated_or_real() -> None:
         Devices()
     with pytest.raises(ConfigError, match="either speeds"):
         Devices(speeds=(1.0,), names=("cpu",))
-    with pytest.raises(ConfigError, match="expected a speed, as in --speeds"):
-        Devices(speeds=(1.0, float("nan")))
+    spec, wrong = ContenderSpec(kind="solo", samples=32), (1.0, float("nan"))
+    with pytest.raises(ConfigError, match="expected --speeds"):
+        run_contender("solo", spec, Devices(speeds=wrong))
     assert Devices(names=("cuda:0", "cpu")).only(1).names == ("cpu",)
     assert DEVICES.only(1).speeds == (0.5,)
     assert DEVICES.nominal_samples_per_s(32) == (2000.0, 1000.0)

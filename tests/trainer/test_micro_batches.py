@@ -32,6 +32,7 @@ class Host:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.worker = self
 
     def hold(self, holds: bool) -> None:
         self.told.append(holds)
@@ -39,8 +40,10 @@ class Host:
     def rewind(self) -> None:
         self.told.append("rewind")
 
-    def limited(self, samples: int) -> None:
-        self.told.append(samples)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "max_samples":
+            self.told.append(value)
+        super().__setattr__(name, value)
 
 
 class Bounded:

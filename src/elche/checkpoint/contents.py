@@ -58,8 +58,8 @@ class SavedRun(Protocol):
         """True within an epoch."""
 
     @property
-    def can_cut(self) -> bool:
-        """True if the current epoch can be interrupted."""
+    def why_no_cut(self) -> str:
+        """Why the current epoch cannot be interrupted; "" if it can."""
 
     @property
     def notifications(self) -> RunNotifications:
@@ -73,9 +73,6 @@ class SavedRun(Protocol):
 
     def report_saved(self, text: str) -> None:
         """Reports a complete checkpoint to the coordinator; called by a thread."""
-
-    def check_cut(self) -> None:
-        """Raises if the rest of the epoch is unknown, so no checkpoint can be made."""
 
     def described(self) -> dict[str, Any]:
         """Returns progress for the manifest, with samples or steps."""

@@ -204,7 +204,7 @@ class CheckpointKeeper(Pauses):
     @property
     def ends_by_cut(self) -> bool:
         """True if a stop request cuts the current epoch."""
-        return self._config is not None and self._current.can_cut
+        return self._config is not None and not self._current.why_no_cut
 
     @property
     def _is_due(self) -> bool:
@@ -312,7 +312,8 @@ class CheckpointKeeper(Pauses):
         """Makes a checkpoint now; inside a loop, once all ranks have paused."""
         run, self.is_active = self._current, True
         if run.is_in_epoch:
-            run.check_cut()
+            if why := run.why_no_cut:
+                raise ConfigError(why)
             if run.rank == 0 and folder not in self._asked:
                 self._asked.append(folder)
             return

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -38,9 +39,12 @@ def main() -> None:
     emulation = None
     if placement.emulation is not None:
         emulation = emulate(network, placement.emulation)
-    step = _stepper(network, device)
-    sizes = {batch_size, max(1, batch_size // 4)}
-    times_s = {size: _quickest(group, step(size)) for size in sorted(sizes)}
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+    width, times_s = next(network.parameters()).shape[1], {}
+    for size in sorted({batch_size, max(1, batch_size // 4)}):
+        batch = torch.randn(size, width, device=device)
+        step = partial(_train, network, optimizer, batch)
+        times_s[size] = _quickest(group, step)
     sample_s, fixed_s = cost_of_steps(times_s)
     overrun_s = emulation.overrun_s if emulation else 0.0
     report = RankReport(
@@ -66,25 +70,14 @@ def sized_network(parameters: int) -> nn.Sequential:
     return nn.Sequential(*(layer for pair in pairs for layer in pair))
 
 
-def _stepper(
-    network: nn.Sequential, device: torch.device
-) -> Callable[[int], Callable[[], None]]:
-    """Makes training steps of a given batch size that wait for completion."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-
-    def of_size(samples: int) -> Callable[[], None]:
-        width = next(network.parameters()).shape[1]
-        batch = torch.randn(samples, width, device=device)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            network(batch).square().mean().backward()
-            optimizer.step()
-            float(next(network.parameters()).detach().flatten()[0])  # synchronises
-
-        return step
-
-    return of_size
+def _train(
+    network: nn.Sequential, optimizer: torch.optim.Optimizer, batch: torch.Tensor
+) -> None:
+    """Takes a training step, and waits for its end."""
+    optimizer.zero_grad()
+    network(batch).square().mean().backward()
+    optimizer.step()
+    float(next(network.parameters()).detach().flatten()[0])  # synchronises
 
 
 def _quickest(group: Group, work: Callable[[], object]) -> float:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from elche import __version__
-from elche.cli.files import json_option
-from elche.cli.page_command import page as page_command
-from elche.cli.page_command import report as report_command
-from elche.cli.plan_command import plan as plan_command
+from elche.cli.files import (
+    check_outputs,
+    csv_option,
+    json_option,
+    read_toml,
+    write_csv,
+    write_json,
+)
 from elche.cli.run_command import rank_options
 from elche.cli.run_command import run as run_command
 from elche.cli.schedule_command import schedule as schedule_command
@@ -20,6 +28,14 @@ from elche.config import POLICIES
 from elche.config_checks import check_positive
 from elche.errors import ConfigError, ElcheError
 from elche.monitor.results import log_to_stderr
+from elche.schedule.drawing import draw, legend
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
+from elche.schedule.planning.pipeline_file import (
+    PIPELINE_FILE_FORMAT,
+    read_pipeline_file,
+)
+from elche.schedule.planning.plan import PlanConfig, figures, summary
+from elche.schedule.planning.planner import plan_pipeline
 
 _HOSTS = (
     "`elche run` starts the ranks of one machine. Start several machines by torchrun, "
@@ -175,9 +191,122 @@ def doctor(
     sys.exit(code)
 
 
-main.add_command(page_command)
-main.add_command(plan_command)
-main.add_command(report_command)
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--at",
+    default="",
+    metavar="HOST:PORT",
+    help="Address to listen on; default: a free port of 127.0.0.1.",
+)
+@click.option("--with-parent", is_flag=True, hidden=True)
+def page(folder: Path, at: str, with_parent: bool) -> None:
+    """Show the run whose events are in FOLDER in a browser, live or afterwards.
+
+    Prints the page's address, and serves it until Ctrl-C.
+    """
+    try:
+        from elche.monitor.page.server import serve_page
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the page needs {error.name}: pip install 'elche[page]'"
+        ) from error
+    if with_parent:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Flushed: a launcher reads it from a pipe.
+    serve_page(folder, at, partial(print, flush=True))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its launcher has: the system closes the pipe."""
+    os.read(0, 1)
+    os._exit(0)
+
+
+@main.command()
+@click.argument("folder", metavar="RUN_FOLDER", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("report.html"),
+    show_default=True,
+    help="File to write: *.html opens without network, *.png is a picture.",
+)
+def report(folder: Path, output: Path) -> None:
+    """Write the report of the run whose events are in RUN_FOLDER; print its words."""
+    from elche.monitor.page.report_file import write_report
+
+    click.echo("\n".join(write_report(folder, output)))
+    click.echo(f"elche report: wrote {output}, {output.stat().st_size / 1e6:.1f} MB")
+
+
+@main.group()
+def plan() -> None:
+    """Estimate the cost of training on some devices, and find the best plan."""
+
+
+@plan.command(epilog="\b\n" + PIPELINE_FILE_FORMAT.replace("\n\n", "\n\n\b\n"))
+@click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "--microbatches", type=int, help="Microbatches per step; default: the file's."
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(("auto", *FIXED_SCHEDULES)),
+    default="auto",
+    show_default=True,
+    help="Plan for this schedule; auto takes the shortest step.",
+)
+@click.option(
+    "--stages-per-device",
+    type=int,
+    default=2,
+    show_default=True,
+    help="Stages per device of the interleaved schedules.",
+)
+@click.option("--all-devices", is_flag=True, help="Leave no device without layers.")
+@json_option
+@csv_option
+def pipeline(
+    path: Path,
+    microbatches: int | None,
+    schedule: str,
+    stages_per_device: int,
+    all_devices: bool,
+    json_path: str | None,
+    csv_path: Path | None,
+) -> None:
+    """Plan a pipeline: which layers on which device, in which schedule.
+
+    The TOML file PATH holds the model and the devices, see below. The plan has the
+    shortest step that fits every device's memory. The costs of the other schedules are
+    printed beside it.
+    """
+    check_outputs(json_path, csv_path)
+    profile, count = read_toml(path, read_pipeline_file)
+    count = count if microbatches is None else microbatches
+    if count is None:
+        raise ConfigError(
+            "give the number of --microbatches, or microbatches = ... in the file"
+        )
+    config = PlanConfig(
+        num_microbatches=count,
+        schedule=schedule,
+        stages_per_device=stages_per_device,
+        use_all_devices=all_devices,
+    )
+    found = plan_pipeline(profile, config)
+    chosen = found.chosen
+    write_csv(csv_path, chosen.schedule)
+    write_json(json_path, figures(found, profile))
+    if json_path != "-":
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(draw(chosen.schedule, chosen.timing, chosen.costs, width))
+        print(legend(chosen.schedule))
+        print(summary(found, profile))
+
+
 main.add_command(run_command)
 main.add_command(schedule_command)
 

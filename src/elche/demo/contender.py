@@ -240,7 +240,7 @@ class Contender:
 
     def _result(self) -> dict[str, Any]:
         run, emulation = current_run(), self._emulation
-        reports = [] if run is None else run.reports
+        reports = [] if run is None else run.epochs.reports
         return {
             "samples": self._done_samples,
             "train_s": self._train_s,

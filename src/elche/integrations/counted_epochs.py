@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import length_hint
 from typing import Any
 
 
@@ -33,10 +34,7 @@ class CountedEpochs:
 
     def __iter__(self) -> Iterator[Any]:
         self.leave()
-        try:
-            self._left = len(self.batches)
-        except TypeError:  # a stream on one device
-            self._left = -1
+        self._left = length_hint(self.batches, -1)  # -1: a stream on one device
         return self
 
     def __next__(self) -> Any:

@@ -63,11 +63,6 @@ class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
         self._has_loader = False
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.meet()
-
-    @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         if self._module is not None:
             raise ConfigError(
@@ -99,11 +94,7 @@ class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
         self._has_loader = True
         return self.share(self._module, self._first_optimizer, dataloader)
 
-    @override
-    def all_reduce(
-        self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
-    ) -> Any:
-        return self.reduce(tensor, group, reduce_op)
+    all_reduce = RankStrategy.reduce
 
 
 STRATEGY_REGISTRY.register(

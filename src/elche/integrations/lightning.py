@@ -76,11 +76,6 @@ class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
         return bool(self.world_size > 1)
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.meet()
-
-    @override
     def setup(self, trainer: Trainer) -> None:
         self._batches, self.optimizers = None, list[Any]()
         # elche divides the training batches, and every rank evaluates on all data.

@@ -56,6 +56,11 @@ class RankStrategy(ABC):
         given: dict[str, Any] = {"config": self._config, **self._given}
         return setup(module, optimizer, loader, **given)[2]
 
+    def setup_environment(self) -> None:
+        """Prepares the framework's own state, and the ranks' group."""
+        super().setup_environment()  # type: ignore[misc]
+        self.meet()
+
     def meet(self) -> Any:
         """Returns the ranks' gloo group; the first call forms it on all ranks.
 

@@ -233,7 +233,7 @@ class ElcheTrainerMixin(_Trainer):
         if self._epochs is not None and self._epochs.is_under_way:
             if (run := current_run()) is not None:
                 step = self.state.global_step
-                run.barrier(
+                run.collectives.barrier(
                     f"a callback's stop after step {step}, on all ranks and not on one"
                 )
             self._epochs.leave()
@@ -273,7 +273,7 @@ class ElcheTrainerMixin(_Trainer):
         self.loss_is_scaled_for_ga = False
         self.current_gradient_accumulation_steps = 1.0 / share
         if (run := current_run()) is not None:
-            run.host.hold(bool(self._shares))
+            run.hold(bool(self._shares))
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self._step_losses is not None:
             self._step_losses.add(loss)
@@ -298,7 +298,7 @@ class ElcheTrainerMixin(_Trainer):
             self._epochs.end()
         control, run = self.control, current_run()
         if run is not None and (control.should_evaluate or control.should_save):
-            run.host.untimed()
+            run.worker.is_cold = True  # the loop does other work too
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._set_mean_loss(tr_loss)
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)

@@ -29,7 +29,7 @@ def run_rank(
     main: Callable[..., Any],
     args: tuple[Any, ...],
     environment: Mapping[str, str],
-    result: str,
+    result: Path,
     output: Connection | None,
 ) -> NoReturn:
     """Calls ``main`` in a rank's process, with the exit hooks of a normal process.
@@ -40,7 +40,7 @@ def run_rank(
     if _is_fork() and _wants_accelerator():
         main = partial(call_in_fork, main)
     code, message = call_as_rank(main, args, pickle.dumps)
-    Path(result).write_bytes(message)
+    result.write_bytes(message)
     sys.exit(code)
 
 

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
@@ -131,10 +130,8 @@ class FunctionRanks:
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._main = main
         self._args = args
-        is_fork = _has_no_file(main)
-        self._context: ForkContext | SpawnContext = multiprocessing.get_context("spawn")
-        if is_fork:
-            self._context = multiprocessing.get_context("fork")
+        kind = "fork" if _has_no_file(main) else "spawn"
+        self._context: Any = multiprocessing.get_context(kind)
         self._folder = ""
         self._output: tuple[Connection, Connection] | None = None
         self._ready = threading.Event()
@@ -170,7 +167,7 @@ class FunctionRanks:
             result = launched.result()
             if was_interrupted:
                 raise KeyboardInterrupt
-            return value_of(result, self._returned)
+            return value_of(result, self._message)
 
     def _launch(self, config: LaunchConfig, launched: Future[LaunchResult]) -> None:
         try:
@@ -218,15 +215,12 @@ class FunctionRanks:
         sys.stdout.flush()
         return True
 
-    def _file(self, rank: int) -> str:
-        return os.path.join(self._folder, f"{rank}.pickle")
+    def _file(self, rank: int) -> Path:
+        return Path(self._folder, f"{rank}.pickle")
 
-    def _returned(self, rank: int) -> Returned:
-        try:
-            with open(self._file(rank), "rb") as file:
-                return Returned(*pickle.load(file))
-        except (OSError, EOFError, pickle.UnpicklingError):  # its process died
-            return Returned()
+    def _message(self, rank: int) -> bytes:
+        file = self._file(rank)
+        return file.read_bytes() if file.exists() else b""
 
 
 @final
@@ -265,22 +259,29 @@ class FunctionProcess:
         return self._process.exitcode or 0
 
 
-def value_of(result: LaunchResult, returned: Callable[[int], Returned]) -> Any:
+def value_of(result: LaunchResult, message_of: Callable[[int], bytes]) -> Any:
     """Return value of the first rank that ended well.
 
     Args:
         result: result of the run.
-        returned: returns a rank's `Returned`.
+        message_of: returns a rank's pickled `Returned`; empty if it has sent none.
 
     Raises:
         RemoteRankError: a rank failed.
     """
     if (failed := result.failed_first) is not None:
-        found, code = returned(failed), result.exit_codes[failed]
+        found, code = _returned(message_of(failed)), result.exit_codes[failed]
         error = found.error or f"its process ended with code {code}"
         text = f"rank {failed} failed: {error}"
         raise RemoteRankError(text, failed, found.traceback)
-    return returned(result.exit_codes.index(0)).value
+    return _returned(message_of(result.exit_codes.index(0))).value
+
+
+def _returned(message: bytes) -> Returned:
+    try:
+        return Returned(*pickle.loads(message))
+    except (EOFError, pickle.UnpicklingError):  # its process died
+        return Returned()
 
 
 def _check_place() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pickle
 import signal
 import sys
 import threading
@@ -95,7 +94,7 @@ def run(
         KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
         SystemExit: on SIGTERM, likewise.
     """
-    from elche.launching.launching import Returned, value_of
+    from elche.launching.launching import value_of
 
     hints = _hints_of(ranks, speeds)
     if isinstance(ranks, PerNode) and (max_restarts or not rejoin):
@@ -139,11 +138,7 @@ def run(
     if result.signal:
         raise SystemExit(result.exit_code)
 
-    def returned_by(rank: int) -> Returned:
-        message = returned.get(rank, b"")
-        return Returned(*pickle.loads(message)) if message else Returned()
-
-    return value_of(result, returned_by)
+    return value_of(result, lambda rank: returned.get(rank, b""))
 
 
 def _hints_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import length_hint
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import DataLoader
@@ -72,11 +73,8 @@ class RunLoader(_Base):
     def epoch_samples(self) -> int | None:
         """Samples of an epoch in a single process; None if unknown."""
         size, drops = self._positions.batch_size, self._positions.drop_last
-        try:
-            length = len(self._positions.sampler)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-        if size is None:
+        length = length_hint(self._positions.sampler)
+        if size is None or not length:
             return None
         return length - length % size if drops else length
 

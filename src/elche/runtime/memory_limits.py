@@ -2,58 +2,11 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from elche.cadence.balancer import Balancer
-from elche.comm.averaging.window_sync import WindowSync
-from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.local_batches import check_local_batches, local_cut
 from elche.devices.memory import is_out_of_memory
 from elche.errors import ConfigError
-from elche.runtime.process.worker import Worker
 from elche.runtime.training import Training
-from elche.runtime.windows.synchroniser import Synchroniser
-
-
-@final
-class RankHost:
-    """Host of micro-batches in a run of ranks (`trainer.micro_batches`).
-
-    Args:
-        synchroniser: reduces the batch's gradients, or its window.
-        worker: this rank's worker.
-    """
-
-    def __init__(self, synchroniser: Synchroniser, worker: Worker) -> None:
-        self._synchroniser = synchroniser
-        self._worker = worker
-
-    def hold(self, holds: bool) -> None:
-        """Accumulates gradients for the last micro-batch while ``holds``."""
-        self._current.hold(holds)
-
-    def rewind(self) -> None:
-        """Discards an interrupted pass; its batch is run again, untimed.
-
-        Raises:
-            CommunicationError: its gradients were reduced already.
-        """
-        self._worker.is_cold = True
-        self._current.rewind()
-
-    def untimed(self) -> None:
-        """Excludes the current batch from timing: the loop does other work too."""
-        self._worker.is_cold = True
-
-    def limited(self, samples: int) -> None:
-        """Records the most samples that this rank's device holds at once."""
-        self._worker.max_samples = samples
-
-    @property
-    def _current(self) -> GradientReducer | WindowSync:
-        current = self._synchroniser.reducer or self._synchroniser.windows
-        assert current is not None
-        return current
 
 
 def check_caps(training: Training, world_size: int, least_samples: int) -> None:

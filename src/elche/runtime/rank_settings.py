@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -151,11 +152,7 @@ def check_training(
                 f"the optimizer {type(optimizer).__name__} holds none of the model's "
                 "parameters; build it from this model's parameters()"
             )
-    try:
-        empty = len(loader.dataset) == 0  # type: ignore[arg-type]
-    except TypeError:
-        return
-    if empty:
+    if length_hint(loader.dataset, 1) == 0:
         raise ConfigError("the dataset is empty; expected at least one sample")
 
 

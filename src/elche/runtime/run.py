@@ -11,16 +11,17 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.comm.averaging.averager_state import is_of_gradients
-from elche.comm.averaging.window_sync import refuse_state
+from elche.comm.averaging.window_sync import WindowSync, refuse_state
+from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.protocol.events import CheckpointSaved, Event, Failed, Left
-from elche.coordination.protocol.instructions import EndEpoch, Welcome
+from elche.coordination.protocol.instructions import Welcome
 from elche.errors import ConfigError
 from elche.runtime.epochs.run_epochs import RunEpochs
 from elche.runtime.epochs.window_epoch import WindowEpoch
-from elche.runtime.memory_limits import RankHost, check_caps
+from elche.runtime.memory_limits import check_caps
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
@@ -179,15 +180,15 @@ class Run:
     @property
     def was_left_early(self) -> bool:
         """True if any rank's loop has left the last epoch before its end."""
-        return bool(self.reports) and self.reports[-1].is_early
+        reports = self.epochs.reports
+        return bool(reports) and reports[-1].is_early
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's run between epochs, beside model and optimizer."""
-        held = self._synchroniser.windows or self._synchroniser.reducer
         return {
             "samples": self._samples_resumed + self.epochs.samples_kept,
             "steps": self._observer.steps.before,
-            "averaging": None if held is None else held.state_dict(),
+            "averaging": self._reduction.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,14 +204,14 @@ class Run:
             if is_of_gradients(averaging):  # a codec's rounding, of a step under sync
                 averaging = None
             # A rank that left the last epoch early is awaited there until it reports.
-            self.barrier("load_state_dict")
+            self.collectives.barrier("load_state_dict")
             windows.load_state_dict(averaging)
         elif self.config.policy == "auto":
             if averaging is not None:
                 logger.info("policy 'auto' begins as sync: averaging is not resumed")
         elif is_of_gradients(averaging):
             assert self._synchroniser.reducer is not None
-            self.barrier("load_state_dict")
+            self.collectives.barrier("load_state_dict")
             self._synchroniser.reducer.load_state_dict(averaging)
         else:
             refuse_state(averaging)
@@ -239,10 +240,7 @@ class Run:
         """Returns rank 0's text on every rank; called by all of them."""
         return self.collectives.barrier(what, make)
 
-    can_cut = True
-
-    def check_cut(self) -> None:
-        """Does nothing: checkpoints are allowed inside an epoch."""
+    why_no_cut = ""
 
     def parts(self) -> RunParts:
         """Parts of a checkpoint, between epochs or at a cut of one."""
@@ -285,10 +283,24 @@ class Run:
             return False
         return self.worker.meets_in_forward or not reducer.is_joinable
 
+    def hold(self, holds: bool) -> None:
+        """Accumulates gradients for the last micro-batch while ``holds``."""
+        self._reduction.hold(holds)
+
+    def rewind(self) -> None:
+        """Discards an interrupted pass; its batch is run again, untimed.
+
+        Raises:
+            CommunicationError: its gradients were reduced already.
+        """
+        self.worker.is_cold = True
+        self._reduction.rewind()
+
     @property
-    def host(self) -> RankHost:
-        """Host of a batch that is run in micro-batches."""
-        return RankHost(self._synchroniser, self.worker)
+    def _reduction(self) -> GradientReducer | WindowSync:
+        held = self._synchroniser.windows or self._synchroniser.reducer
+        assert held is not None
+        return held
 
     @property
     def current_samples(self) -> int:
@@ -306,11 +318,6 @@ class Run:
     def last_samples(self) -> int:
         """Samples of the current batch, or of the last epoch's last one."""
         return self.current_samples or self.epochs.execution.last_samples
-
-    @property
-    def reports(self) -> list[EndEpoch]:
-        """Reports of the coordinator on each finished epoch."""
-        return self.epochs.reports
 
     def headline(self) -> str:
         """The line that names the devices and whether they differ."""
@@ -340,10 +347,6 @@ class Run:
         """Steps of the run at ``samples`` of the epoch, counted from a resume."""
         return self._observer.steps.at(samples + self.epochs.resumed_samples)
 
-    def check(self) -> None:
-        """Raises a pending error that could not be raised where it occurred."""
-        self.epochs.execution.check()
-
     def heeds_signals(self, heeds: bool) -> None:
         """Notifies the launcher whether this rank ends cleanly after a signal."""
         self.worker.heeds_signals(heeds)
@@ -351,10 +354,6 @@ class Run:
     def report_saved(self, text: str) -> None:
         """Reports a complete checkpoint to the coordinator."""
         self.worker.send(CheckpointSaved(rank=self.worker.rank, text=text))
-
-    def barrier(self, name: str) -> None:
-        """Waits for every rank; see `UserCollectives.barrier`."""
-        self.collectives.barrier(name)
 
     def follow(self, scheduler: LRScheduler) -> None:
         """Has a scheduler follow the run's progress in windows."""

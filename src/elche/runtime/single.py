@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from elche.comm.tensors.nested import batch_length
 from elche.coordination.accounts.epoch_parts import PartRanges
@@ -20,7 +21,7 @@ from elche.errors import ConfigError
 from elche.runtime.data.epoch_course import FAR_AHEAD, EpochCourse, ranges_of
 from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import enumerate_batches
-from elche.runtime.data.seeds import rank_seed, seed_rank
+from elche.runtime.data.seeds import seed_process
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import to_device
 from elche.runtime.report.notifications import RunNotifications
@@ -83,9 +84,7 @@ class SingleRun:
     def attach(self) -> None:
         """Watches for steps that a GradScaler skips; seeds this process if asked."""
         self._observer.scaler.attach()
-        if self._training.config.seed is not None:
-            seed_rank(self._training.config.seed, 0)
-        self._generator.manual_seed(rank_seed(torch.initial_seed(), 0))
+        seed_process(self._training.config.seed, 0, self._generator)
 
     def leave(self) -> None:
         """Removes all hooks, and writes the timeline. May be called twice."""
@@ -125,23 +124,16 @@ class SingleRun:
     def report_saved(self, text: str) -> None:
         """Does nothing: a single process has no coordinator."""
 
-    def barrier(self, name: str) -> None:
-        """Returns at once: there are no other ranks."""
-
     @property
-    def can_cut(self) -> bool:
-        """True if the rest of the epoch is known."""
-        return self._course is not None
-
-    def check_cut(self) -> None:
-        """Refuses a checkpoint inside an epoch whose rest is unknown."""
-        if not self.can_cut:
-            raise ConfigError(
-                "elche.save() inside this loop cannot record the rest of the epoch: "
-                "write `for epoch in elche.epochs(n)` or call elche.save_every "
-                "before, and with an IterableDataset give samples_per_epoch; or call "
-                "it between epochs"
-            )
+    def why_no_cut(self) -> str:
+        """Refusal of a checkpoint inside an epoch whose rest is unknown."""
+        if self._course is not None:
+            return ""
+        return (
+            "elche.save() inside this loop cannot record the rest of the epoch: write "
+            "`for epoch in elche.epochs(n)` or call elche.save_every before, and with "
+            "an IterableDataset give samples_per_epoch; or call it between epochs"
+        )
 
     @property
     def _samples_kept(self) -> int:
@@ -328,7 +320,7 @@ class SingleRun:
         """Begins an epoch, and ends one whose iterator is still held."""
         self._end_epoch()
         self._epoch += 1
-        self._length = _sampler_length(self._loader)
+        self._length = length_hint(self._loader.sampler)
         self._samples_before = self.progress_samples
         self._steps_before = float(self.progress_steps)
         if self._resumed is not None:
@@ -396,11 +388,3 @@ class SingleRun:
         now_s = time.monotonic()
         self._end_window(now_s, scalars, norm)
         self.notifications.add(self._book.end_epoch(now_s))
-
-
-def _sampler_length(loader: DataLoader[Any]) -> int:
-    """Samples of an epoch; 0 if unknown."""
-    try:
-        return len(loader.sampler)  # type: ignore[arg-type]
-    except TypeError:
-        return 0

@@ -107,7 +107,7 @@ def timeline(path: str | Path | None = None) -> list[Span]:
     own = needed(process.timeline, "timeline")
     if path is not None:
         save_timeline(Path(path), own)
-    return own.spans
+    return own.newest()
 
 
 def summary() -> RunSummary:

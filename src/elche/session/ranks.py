@@ -60,7 +60,7 @@ def barrier() -> None:
         return
     run, by_hand = current_run(), process.manual
     if run is not None:
-        run.barrier("elche.barrier()")
+        run.collectives.barrier("elche.barrier()")
         return
     with waiting(device()):
         if by_hand is not None:
@@ -107,20 +107,14 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
             f"expected a tensor of rows, got {type(tensor).__name__} without a "
             "dimension; give tensor[None]"
         )
-    run, by_hand = process.run, process.manual
-    if run is None and by_hand is None:
+    if process.run is None and process.manual is None:
         raise _no_run("elche.all_gather")
-    if weight is not None and (run is not None or not weight > 0.0):
+    if weight is not None and (process.run is not None or not weight > 0.0):
         raise ConfigError(
             "expected weight= to be above 0, and only with elche.init_group "
             f"(elche.setup takes weight_of=), got {weight!r}"
         )
-    if isinstance(run, Run):
-        return run.collectives.gather_rows(tensor)
-    if run is None and by_hand is not None:
-        with waiting(tensor.device):
-            return by_hand.gather_rows(tensor, 1.0 if weight is None else float(weight))
-    return tensor
+    return _gathered(tensor, "elche.all_gather", weight=weight or 1.0)
 
 
 def gather(rows: Tree) -> Tree:
@@ -179,12 +173,18 @@ def gather_rows(
     """
     rows = rows.detach()
     rows = rows if rows.dim() else rows[None]
+    return _gathered(rows, call, is_of_batch=is_of_batch)
+
+
+def _gathered(
+    rows: torch.Tensor, call: str, *, is_of_batch: bool = True, weight: float = 1.0
+) -> torch.Tensor:
     run, by_hand = process.run, process.manual
     if isinstance(run, Run):
         return run.collectives.gather_rows(rows, call, is_of_batch=is_of_batch)
     if run is None and by_hand is not None:
         with waiting(rows.device):
-            return by_hand.gather_rows(rows, 1.0)
+            return by_hand.gather_rows(rows, float(weight))
     if run is None and read_placement().world_size > 1:
         raise _no_run(call)
     return rows

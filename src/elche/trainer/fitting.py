@@ -87,7 +87,7 @@ class Fitting:
             least_samples=min_share_samples(model),
             is_sum=run.loss_reduction == "sum",
             weights=self._weights,
-            host=None if current is None else current.host,
+            host=current,
             on_part=metrics.run_part,
         )
 
@@ -155,7 +155,7 @@ class Fitting:
         run = current_run()
         if run is None:
             return not self._stops.reason
-        run.check()
+        run.epochs.execution.check()
         return not run.was_left_early
 
     def _is_to_stop(self) -> bool:
@@ -250,7 +250,7 @@ class Fitting:
 
     def _report(self, history: list[EpochRecord]) -> RunReport:
         run = current_run()
-        ends = run.reports if run is not None else []
+        ends = run.epochs.reports if run is not None else []
         duration_s = sum(record.duration_s for record in history)
         samples = sum(record.samples for record in history)
         world_size = ranks.world_size()

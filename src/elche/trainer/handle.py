@@ -115,7 +115,7 @@ class TrainingHandle:
         """
         if not self._thread.is_alive() or self._request.is_aborted:
             return
-        self._request.abort()
+        self._request.is_aborted = True
         run = current_run()
         if run is not None:  # also ends the waits of this rank
             error = AbortedError("the training was aborted")

@@ -33,7 +33,7 @@ from elche.comm.tensors.nested import batch_length
 from elche.devices import choice, memory, random_state
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
-from elche.runtime.memory_limits import RankHost
+from elche.runtime.run import Run
 from elche.torch_internals.batches import tree_leaves, tree_map
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class MicroBatches:
         least_samples: int,
         is_sum: bool,
         weights: BatchWeights | None,
-        host: RankHost | None,
+        host: Run | None,
         on_part: Callable[[float], None],
     ) -> None:
         self._least_cap = 2 * least_samples - 1
@@ -199,7 +199,7 @@ class MicroBatches:
         )
         self.max_samples = cap
         if self._host is not None:
-            self._host.limited(cap)
+            self._host.worker.max_samples = cap
 
     def _why_whole(self, size: int, batch: Any, samples: int) -> str:
         """Reason why ``size`` samples of a batch cannot be divided; "" if they can."""

@@ -210,7 +210,7 @@ def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
     if run is not None:
         trace.shares = [each.shares for each in run.notifications.epoch_metrics]
         trace.busy_s = [each.busy_s for each in run.notifications.epoch_metrics]
-        trace.windows = [report.windows for report in run.reports]
+        trace.windows = [report.windows for report in run.epochs.reports]
     if task.loop == "scaler":
         trace.scalars = elche.epoch_metrics().scalars
     trace.rank = elche.rank()

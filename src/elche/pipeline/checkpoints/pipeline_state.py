@@ -46,8 +46,6 @@ class PipelineState:
         notifications: messages for the user.
     """
 
-    can_cut = True
-
     def __init__(self, stepping: Stepping) -> None:
         self.stepping, self.communicator = stepping, stepping.communicator
         self.timeout_s, self.passes = stepping.config.timeout_s, stepping.passes
@@ -239,14 +237,16 @@ class PipelineState:
         counts_epochs = self.passes.pauses.counts_epochs
         return self.passes.is_open or (counts_epochs and self.passes.steps_outside > 0)
 
-    def check_cut(self) -> None:
-        """Rejects a checkpoint in an epoch whose remaining batches are unknown."""
-        if not self.passes.is_open:
-            raise ConfigError(
-                "elche.save() inside this loop cannot record the rest of the epoch: "
-                "write `for batch in pipe.batches(loader)`, or leave saving to "
-                "elche.save_every, or count epochs by yourself and register the count"
-            )
+    @property
+    def why_no_cut(self) -> str:
+        """Refusal of a checkpoint in an epoch whose remaining batches are unknown."""
+        if self.passes.is_open:
+            return ""
+        return (
+            "elche.save() inside this loop cannot record the rest of the epoch: write "
+            "`for batch in pipe.batches(loader)`, or leave saving to elche.save_every, "
+            "or count epochs by yourself and register the count"
+        )
 
     def agree(self, make: Callable[[], str], what: str) -> str:
         """Broadcasts rank 0's text. All ranks call this between epochs or at a cut."""

@@ -241,15 +241,12 @@ class KeptCoordinator:
             self._copy, self._barren = message.record, 0
             self._journal.clear()  # the copy replaces all pieces so far
         elif isinstance(message, Status):
-            self._take_status(message)
+            before, self.status = self.status, message
+            self.aborted_by_others |= message.aborted_by_others
+            if message.end_kind and message.end_kind != before.end_kind:
+                self.on_end(message.end_kind)
         elif isinstance(message, logging.LogRecord):
             if (log := logging.getLogger(message.name)).isEnabledFor(message.levelno):
                 log.handle(message)
         elif isinstance(message, Stop):
             self._story = message.story
-
-    def _take_status(self, status: Status) -> None:
-        before, self.status = self.status, status
-        self.aborted_by_others |= status.aborted_by_others
-        if status.end_kind and status.end_kind != before.end_kind:
-            self.on_end(status.end_kind)

@@ -172,16 +172,13 @@ def main(link_descriptor: int, listener_descriptor: int) -> None:
     queue: Any = SimpleNamespace(put_nowait=link.send)
     logging.getLogger().addHandler(QueueHandler(queue))  # shown where the launcher logs
 
-    async def serve(begin: Begin, more: list[object]) -> None:
-        await CoordinatorChild(link, begin, more).serve(listener)
-
     messages = list[object]()
     with contextlib.suppress(EOFError):
         while not messages:
             messages = link.receive()
         begin, *more = messages
         assert isinstance(begin, Begin)
-        asyncio.run(serve(begin, more))
+        asyncio.run(CoordinatorChild(link, begin, more).serve(listener))
 
 
 async def serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:

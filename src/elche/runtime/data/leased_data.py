@@ -248,7 +248,6 @@ class LeasedBatches:
         weights: BatchWeights | None = None,
     ) -> None:
         self._loader = loader
-        self._device = device
         self._weights = weights
         self._epoch = 0
         self.weight: float | None = None

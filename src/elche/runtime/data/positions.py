@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from operator import length_hint
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -139,11 +140,8 @@ def enumerate_batches(
 
 def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -> Any:
     """At most ``most`` values of a sampler; ``len(loader)`` if it is endless."""
-    try:
-        length = len(loader)
-    except TypeError:
-        return islice(drawn, most)
-    if most is not None and most <= length:
+    length = length_hint(loader, -1)
+    if length < 0 or (most is not None and most <= length):
         return islice(drawn, most)
     first, state = [*islice(drawn, length)], torch.get_rng_state()
     if loader in _ENDLESS:
@@ -158,6 +156,14 @@ def _first_of(drawn: Iterator[Any], loader: DataLoader[Any], most: int | None) -
     return first[:most]
 
 
+def drawn_sampler(loader: DataLoader[Any]) -> Any:
+    """The sampler of single samples; a batch sampler of the user's own is one."""
+    batches = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
 def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
     """Refuses an epoch that does not fit this rank's data set.
 
@@ -167,11 +173,8 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
         MismatchError: the data set has another length than rank 0's, whose sampler
             drew the epoch.
     """
-    sampler, batches = loader.sampler, loader.batch_sampler
-    if batches is not None:
-        if type(batches) is not BatchSampler:
-            return
-        sampler = batches.sampler  # the loader's own is not drawn from
+    sampler = drawn_sampler(loader)
+    batches: Any = loader.batch_sampler
     known = type(sampler) in (SequentialSampler, RandomSampler)
     keys = positions.keys  # indices of a sequence, or anything else
     if positions.is_part or not known or not isinstance(keys, torch.Tensor):

@@ -11,7 +11,6 @@ from typing import Any, Final, final
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -22,7 +21,11 @@ from torch.utils.data import (
 
 from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.runtime.data.positions import enumerate_batches, share_keys
+from elche.runtime.data.positions import (
+    drawn_sampler,
+    enumerate_batches,
+    share_keys,
+)
 
 GENERATORS_ONLY: Final = (
     SequentialSampler,
@@ -128,9 +131,5 @@ class SampleOrder:
 
 def sampler_with_state(loader: DataLoader[Any]) -> str:
     """Class name of a sampler with state beyond generators; "" without such state."""
-    sampler: Any = loader.sampler
-    if loader.batch_sampler is not None:
-        if type(loader.batch_sampler) is not BatchSampler:
-            return type(loader.batch_sampler).__name__
-        sampler = loader.batch_sampler.sampler
-    return "" if type(sampler) in GENERATORS_ONLY else type(sampler).__name__
+    kind = type(drawn_sampler(loader))
+    return "" if kind in GENERATORS_ONLY else kind.__name__

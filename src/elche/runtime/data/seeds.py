@@ -64,17 +64,15 @@ def _numpy_random() -> Any:
     return None if numpy is None else numpy.random
 
 
-def seed_rank(seed: int, rank: int) -> None:
-    """Seeds Python's and torch's generators of this process."""
-    random.seed(rank_seed(seed, rank))
-    torch.manual_seed(rank_seed(seed, rank))
+def seed_process(seed: int | None, rank: int, feed: torch.Generator) -> None:
+    """Seeds this process's generators, and that of its data.
 
-
-def separate_rank(rank: int) -> None:
-    """Gives ranks above 0 randomness of their own when no seed was given.
-
-    A script that calls ``torch.manual_seed(0)`` would otherwise draw the same dropout
-    masks on every rank. Rank 0 keeps the script's own.
+    Without a seed only ranks above 0 get randomness of their own. A script that calls
+    ``torch.manual_seed(0)`` would otherwise draw the same dropout masks on every rank.
     """
-    if rank > 0:
+    if seed is not None:
+        random.seed(rank_seed(seed, rank))
+        torch.manual_seed(rank_seed(seed, rank))
+    elif rank > 0:
         torch.manual_seed(rank_seed(torch.initial_seed(), rank))
+    feed.manual_seed(rank_seed(torch.initial_seed(), rank))

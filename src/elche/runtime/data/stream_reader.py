@@ -293,8 +293,6 @@ def _described(value: Any, depth: int) -> list[str]:
         return [f"{kind} {value!r}"]
     if isinstance(value, (str, bytes, bytearray)):
         return [f"{kind} {len(value)} {value[:: _step(len(value))]!r}"]
-    if isinstance(value, torch.Tensor):
-        return [f"{kind} {list(value.shape)} {value.dtype}", *_values(value)]
     if hasattr(value, "reshape") and hasattr(value, "dtype"):
         return [f"{kind} {value.shape} {value.dtype}", *_values(value)]
     if callable(getattr(value, "tobytes", None)):

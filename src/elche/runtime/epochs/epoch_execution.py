@@ -83,7 +83,6 @@ class EpochExecution:
         self._synchroniser = synchroniser
         self._observer = observer
         self._opening = opening
-        self._batches: LeasedBatches | None = None
         self._batch_cost = RankTime(1)
         self._stepped = self._windowed = -1  # last epochs with steps, with windows
         self._ratio = 0, 0
@@ -91,6 +90,13 @@ class EpochExecution:
         self._pending_error: ElcheError | None = None
         self._is_asked = False
         self.generator = torch.Generator()
+        self._batches = LeasedBatches(
+            training.loader,
+            self.generator,
+            worker.placement.device,
+            self._refill,
+            training.weights,
+        )
         self.under_way: SyncEpoch | WindowEpoch | None = None
         self.last_samples = 0
 
@@ -102,19 +108,9 @@ class EpochExecution:
         is_alone = len(worker.members) == 1
         return ModelSums(() if is_alone else named, kind_of(worker.placement.device))
 
-    def attach(self) -> None:
-        """Makes the source of batches."""
-        self._batches = LeasedBatches(
-            self._training.loader,
-            self.generator,
-            self._worker.placement.device,
-            self._refill,
-            self._training.weights,
-        )
-
     def close(self) -> None:
         """Releases the batches; a part in progress is abandoned."""
-        self._batches = None
+        del self._batches
 
     def _refill(self) -> None:
         if self.under_way is not None:
@@ -179,7 +175,6 @@ class EpochExecution:
 
     def begin(self, part: EpochPart) -> SyncEpoch | WindowEpoch:
         """Begins a part, on all ranks together; returns its executor."""
-        assert self._batches is not None
         self._is_asked = False
         if not part.is_first:
             self._numbers = NonFiniteRecord()  # it names steps of a part
@@ -233,7 +228,6 @@ class EpochExecution:
         """Ends the part, complete, cut or aborted; returns its executor."""
         run = self.under_way
         assert run is not None
-        assert self._batches is not None
         is_cut = run.end is None or bool(run.end.left) or run.end.is_early
         self._batches.finish(is_over=not is_cut)
         self.under_way = None
@@ -262,7 +256,6 @@ class EpochExecution:
     def _made(self, part: EpochPart) -> SyncEpoch | WindowEpoch:
         """Makes the executor of a part, under the policy in force."""
         training, reducer = self._training, self._synchroniser.reducer
-        assert self._batches is not None
         config, modules = training.config, training.model.modules()
         is_fixed = config.debug.deterministic or config.shares == "fixed"
         # A compiled model gets shares of several sizes.

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
 from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
@@ -19,7 +17,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.sync.step_reports import EARLY
 from elche.errors import CommunicationError, ConfigError, MismatchError
 from elche.runtime.data.epoch_course import EpochCourse
-from elche.runtime.data.seeds import rank_seed, seed_rank, separate_rank
+from elche.runtime.data.seeds import seed_process
 from elche.runtime.epochs.epoch_execution import EpochExecution, EpochPart
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.window_epoch import WindowEpoch
@@ -198,16 +196,11 @@ class RunEpochs:
 
     def attach(self) -> None:
         """Builds the reducers, and seeds this rank."""
-        seed, rank = self._training.config.seed, self._worker.rank
         self._synchroniser.build()
         self._observer.attach(self._synchroniser)
         self.opening.probe()
-        if seed is None:
-            separate_rank(rank)
-        else:
-            seed_rank(seed, rank)
-        self.execution.generator.manual_seed(rank_seed(torch.initial_seed(), rank))
-        self.execution.attach()
+        seed = self._training.config.seed
+        seed_process(seed, self._worker.rank, self.execution.generator)
 
     def iterate(self, steps: int = -1) -> Iterator[Any]:
         """Opens the next epoch on all ranks and yields this rank's batches.

@@ -176,27 +176,24 @@ class WindowEpoch:
 
     def _carry_out(self, action: Action) -> None:
         """Carries out an action other than training; a lost rank interrupts it."""
-        with contextlib.suppress(RankLostError):  # its `Regroup` is queued
-            self._act(action)
-
-    def _act(self, action: Action) -> None:
         instruction: Any = action.instruction  # of the type that the action needs
-        match action.do:
-            case Do.WAIT:
-                self._wait(action)
-            case Do.CLOSE:
-                self._close_window()
-            case Do.BEGIN:
-                began_s = time.monotonic()
-                self._sync.begin(instruction)
-                self._loop.begun()
-                self._held_s += time.monotonic() - began_s
-            case Do.REDUCE | Do.FINISH:
-                self._reduce(instruction, is_begun=action.do is Do.FINISH)
-            case Do.ADOPT:
-                self._adopt(instruction)
-            case _:
-                self._regroup()
+        with contextlib.suppress(RankLostError):  # its `Regroup` is queued
+            match action.do:
+                case Do.WAIT:
+                    self._wait(action)
+                case Do.CLOSE:
+                    self._close_window()
+                case Do.BEGIN:
+                    began_s = time.monotonic()
+                    self._sync.begin(instruction)
+                    self._loop.begun()
+                    self._held_s += time.monotonic() - began_s
+                case Do.REDUCE | Do.FINISH:
+                    self._reduce(instruction, is_begun=action.do is Do.FINISH)
+                case Do.ADOPT:
+                    self._adopt(instruction)
+                case _:
+                    self._regroup()
 
     def _wait(self, action: Action) -> None:
         began_s = time.monotonic()

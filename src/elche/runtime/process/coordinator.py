@@ -241,9 +241,7 @@ class CoordinatorServer:
     def lost(self, rank: int, connection: RankConnection) -> None:
         """Handles the end of a rank's connection."""
         if self.connections.get(rank) is connection:
-            del self.connections[rank]
-            self._liveness.forget(rank)
-            self.on_change()
+            self.release(rank)
             if self.sees_ends and self.core.survives(rank):
                 # Killed (a death) or ended by itself: the exit code distinguishes them.
                 loop = asyncio.get_running_loop()

@@ -51,8 +51,7 @@ class LaunchedRun:
             survives=config.network is None,
         )
         # An emulated network needs no rendezvous of torch's.
-        here = None if config.network else listener.getsockname()[0]
-        self._store = None if here is None else TorchStore(here)
+        self._store = None if config.network else TorchStore(listener.getsockname()[0])
         if self._watch.is_needed:
             server.on_message = self._watch.see
         self.processes = RankProcesses(server, backend.fence, backend.end_waiting)

@@ -14,15 +14,12 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from elche.comm.control.addresses import listen
 from elche.runtime.process.launch_config import LaunchConfig
 from elche.runtime.process.launchers import LAUNCH
 from elche.runtime.process.rank_processes import RankProcess
-
-if TYPE_CHECKING:
-    from elche.monitor.live_run import LiveRun
 
 LOOPBACK = "127.0.0.1"
 READ_BYTES = 1 << 16
@@ -43,7 +40,7 @@ class LocalRanks:
         self._config = config
         self._pipe = os.pipe()  # this process alone has the end that it holds
         self.pipe = self._pipe[0]
-        self._output = RankOutput(config.on_line, config.display)
+        self._readers: dict[asyncio.Task[None], asyncio.ReadTransport] = {}
 
     def listen(self) -> socket.socket:
         """See `RankBackend`."""
@@ -54,7 +51,7 @@ class LocalRanks:
         self, rank: int, place: int, environment: dict[str, str]
     ) -> RankProcess:
         """See `RankBackend`."""
-        config, network, output = self._config, self._config.network, self._output
+        config, network = self._config, self._config.network
         world_size = config.world_size
         own = inherited_environment(max(1, (os.cpu_count() or 1) // world_size))
         own |= environment
@@ -65,7 +62,7 @@ class LocalRanks:
             own.setdefault("PYTHONUNBUFFERED", "1")
         if config.start is not None:
             return config.start(rank, own)
-        stdout, stderr = await output.open(rank)
+        stdout, stderr = await self._open_output(rank)
         try:
             return await asyncio.create_subprocess_exec(
                 *(() if network is None else network.command(place)),
@@ -79,6 +76,28 @@ class LocalRanks:
             for end in (stdout, stderr):
                 if end is not None:
                     os.close(end)
+
+    async def _open_output(self, rank: int) -> list[int | None]:
+        """Opens a rank's standard output and error, None: the launcher's own.
+
+        No pipes of `create_subprocess_exec`: its process may not count as ended while
+        a child holds one (Python 3.11).
+        """
+        config, display = self._config, self._config.display
+        shown = None if display is None else display.print_line
+        on_line = shown if display and sys.stdout.isatty() else None
+        if config.on_line is not None:
+            on_line = partial(config.on_line, rank)
+        ends: list[int | None] = [None, None]
+        for number, take in enumerate((on_line, shown)):
+            if take is not None:
+                ours, ends[number] = os.pipe()
+                stream = asyncio.StreamReader()
+                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                    partial(asyncio.StreamReaderProtocol, stream), os.fdopen(ours, "rb")
+                )
+                self._readers[asyncio.ensure_future(pass_on(stream, take))] = transport
+        return ends
 
     async def fence(self, process: RankProcess) -> None:
         """Kills a process.
@@ -94,8 +113,14 @@ class LocalRanks:
         """Does nothing: no rank waits for this machine."""
 
     async def close(self) -> None:
-        """See `RankBackend`."""
-        await self._output.close()
+        """Reads the remaining output after the ranks' end, and removes the view."""
+        if self._readers:  # a process that a rank has left behind may hold a pipe open
+            _, late = await asyncio.wait(self._readers, timeout=LAST_LINES_S)
+            for reader in late:
+                self._readers[reader].close()  # it ends, with the rest of a line
+            await asyncio.gather(*self._readers)  # raises what `on_line` has
+        if self._config.display is not None:
+            self._config.display.close()
         for end in self._pipe:
             os.close(end)
 
@@ -114,55 +139,6 @@ def inherited_environment(threads: int) -> dict[str, str]:
             if name not in OF_A_RANK and not name.startswith("TORCHELASTIC_")
         },
     }
-
-
-@final
-class RankOutput:
-    """Destination of the ranks' standard output and error.
-
-    Args:
-        on_line: receives rank and text of each line of standard output.
-        display: prints lines of standard error, and those of standard output that
-            would go to the terminal.
-    """
-
-    def __init__(
-        self, on_line: Callable[[int, str], None] | None, display: LiveRun | None
-    ) -> None:
-        self._on_line, self._display = on_line, display
-        self._shows_stdout = display is not None and sys.stdout.isatty()
-        self._readers: dict[asyncio.Task[None], asyncio.ReadTransport] = {}
-
-    async def open(self, rank: int) -> list[int | None]:
-        """Opens a rank's standard output and error, None: the launcher's own.
-
-        No pipes of `create_subprocess_exec`: its process may not count as ended while
-        a child holds one (Python 3.11).
-        """
-        shown = None if self._display is None else self._display.print_line
-        on_line = shown if self._shows_stdout else None
-        if self._on_line is not None:
-            on_line = partial(self._on_line, rank)
-        ends: list[int | None] = [None, None]
-        for number, take in enumerate((on_line, shown)):
-            if take is not None:
-                ours, ends[number] = os.pipe()
-                stream = asyncio.StreamReader()
-                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                    partial(asyncio.StreamReaderProtocol, stream), os.fdopen(ours, "rb")
-                )
-                self._readers[asyncio.ensure_future(pass_on(stream, take))] = transport
-        return ends
-
-    async def close(self) -> None:
-        """Reads the remaining output after the ranks' end, and removes the view."""
-        if self._readers:  # a process that a rank has left behind may hold a pipe open
-            _, late = await asyncio.wait(self._readers, timeout=LAST_LINES_S)
-            for reader in late:
-                self._readers[reader].close()  # it ends, with the rest of a line
-            await asyncio.gather(*self._readers)  # raises what `on_line` has
-        if self._display is not None:
-            self._display.close()
 
 
 async def pass_on(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:

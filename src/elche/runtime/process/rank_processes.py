@@ -75,12 +75,13 @@ class RankProcesses:
         end_waiting: Callable[[], None],
     ) -> None:
         self._server = server
-        self._fence, self._end_waiting = fence, end_waiting
+        self._end_waiting = end_waiting
         self._processes: dict[int, RankProcess] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
         server.on_end = self._run_ended
-        server.on_lost = self._end_lost
+        # A rank that the others continue without must not reconnect.
+        server.on_lost = lambda rank: fence(self._processes[rank])
         self.signal: signal.Signals | None = None
         self.interruption = ""
         self.ended: list[int] = []
@@ -148,10 +149,6 @@ class RankProcesses:
         if heed or handling or is_alone:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
-
-    async def _end_lost(self, rank: int) -> None:
-        """Kills a rank that the others continue without: it must not reconnect."""
-        await self._fence(self._processes[rank])
 
     def _run_ended(self, kind: str) -> None:
         """Ends ranks that outlast a deadline; other failures show in exit codes.

@@ -38,10 +38,6 @@ class StopRequest:
         """Requests an end with a result; the first reason counts."""
         self.reason = self.reason or reason
 
-    def abort(self) -> None:
-        """Requests an end without a result."""
-        self.is_aborted = True
-
     def check(self) -> None:
         """Raises if an end without a result was requested.
 

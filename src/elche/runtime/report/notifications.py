@@ -57,16 +57,15 @@ class RunNotifications:
 
     def handle(self, report: MetricsReported | PolicyChosen) -> None:
         """Keeps the metrics of a window or an epoch; emits a choice of ``auto``."""
-        if isinstance(report, PolicyChosen):
-            if report.is_advice:
-                self.advice = report.reason
-                self.emit(f"elche: {report.reason}")
-                return
+        if isinstance(report, MetricsReported):
+            kind = EpochMetrics if report.window < 0 else WindowMetrics
+            self.add(kind.from_json(report.values))
+        elif report.is_advice:
+            self.advice = report.reason
+            self.emit(f"elche: {report.reason}")
+        else:
             self.choices.append((report.policy, report.reason))
             self.emit(f"elche: auto: {report.reason}")
-            return
-        kind = EpochMetrics if report.window < 0 else WindowMetrics
-        self.add(kind.from_json(report.values))
 
     def summary(self, policy: str, in_force: str) -> str:
         """One line on the last epoch: gain, shares and policy; "" if nothing is known.

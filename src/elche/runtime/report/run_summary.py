@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
+from elche.coordination.accounts.metrics import EpochMetrics
 from elche.monitor.run_view import RankLine, rank_lines, rank_table
 from elche.runtime.report.notifications import RunNotifications
 
@@ -105,7 +105,8 @@ def _memory(facts: RunFacts, kind: str) -> str:
 
 def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
     """Summarises the run so far, with its newest figures."""
-    last = _last_of(notifications)
+    kept = notifications.epoch_metrics or notifications.window_metrics
+    last = kept[-1] if kept else None
     window, of, efficiency = None, "", None
     if last is not None and len(last.shares) == len(facts.devices):
         window = {"t": 0.0, "samples": last.samples, **last.as_fields()}
@@ -131,9 +132,3 @@ def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
         efficiency=efficiency,
         ranks=rank_lines(dict(enumerate(facts.devices)), window, facts.memory_bytes),
     )
-
-
-def _last_of(notifications: RunNotifications) -> EpochMetrics | WindowMetrics | None:
-    """The last finished epoch; before the first one, the last window."""
-    kept = notifications.epoch_metrics or notifications.window_metrics
-    return kept[-1] if kept else None

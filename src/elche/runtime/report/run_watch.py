@@ -39,10 +39,9 @@ class RunWatch:
         self._file: EventFile | None = None
         self._recorder, attempt = EventRecorder(), 0
         if config.events is not None:
-            self._file = EventFile(config.events, appends=config.appends_events)
-            file = self._file
+            file = self._file = EventFile(config.events, appends=config.appends_events)
             self._recorder = EventRecorder(file.epoch_starts, file.epoch_sizes)
-            attempt = self._file.starts
+            attempt = file.starts
         self.is_needed = bool(self._file or self._draw or config.trace_path)
         self._pass(_run_record(config, attempt))
         if attempt:

@@ -88,17 +88,15 @@ class ScalarLog:
         weight = float(weight)
         if not isinstance(value, torch.Tensor):
             number = _real(name, value)
+            if weight:
+                self._add(name, number, weight)
         elif value.numel() != 1 or value.is_complex():
             raise ConfigError(
                 f"scalar {name!r}: expected one real number, got a tensor of shape "
                 f"{list(value.shape)} and {value.dtype}; log its mean, say"
             )
-        else:
-            if weight:
-                self._keep(name, value.detach(), weight)
-            return
-        if weight:
-            self._add(name, number, weight)
+        elif weight:
+            self._keep(name, value.detach(), weight)
 
     def drain(self, *, final: bool = False) -> Scalars:
         """Removes and returns values received since the last call.

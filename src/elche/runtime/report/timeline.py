@@ -52,13 +52,8 @@ class Timeline:
         self._records: deque[_Batch | Span] = deque(maxlen=MOST_RECORDS)
         self.record: Callable[[_Batch], None] = self._records.append
 
-    @property
-    def spans(self) -> list[Span]:
-        """Spans in the order in which they ended."""
-        return self.newest(MOST_RECORDS)
-
-    def newest(self, most: int) -> list[Span]:
-        """Spans of the newest ``most`` records."""
+    def newest(self, most: int = MOST_RECORDS) -> list[Span]:
+        """Spans of the newest ``most`` records, in the order in which they ended."""
         records = islice(self._records, max(0, len(self._records) - most), None)
         spans: list[Span] = []
         for record in records:
@@ -153,6 +148,6 @@ def save_timeline(path: Path, timeline: Timeline) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        replace_file(path, json.dumps(to_chrome_trace(timeline.spans)))
+        replace_file(path, json.dumps(to_chrome_trace(timeline.newest())))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

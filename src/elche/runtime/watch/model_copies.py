@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -156,7 +157,7 @@ class ModelCopies:
         for each, count in due:
             copy = each.copy()
             if copy is not None and count:
-                source = _Common(each.source, held)
+                source = _held_in_common(each.source, held)
                 for _ in range(count):
                     update(copy, source)
 
@@ -214,23 +215,17 @@ class ModelCopies:
         return True
 
 
-class _Common:
+def _held_in_common(module: nn.Module, common: Mapping[int, torch.Tensor]) -> Any:
     """A module's tensors as all ranks hold them, for ``update_parameters``."""
 
-    def __init__(self, module: nn.Module, common: Mapping[int, torch.Tensor]) -> None:
-        self._module, self._common = module, common
-
-    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = self._common.get(id(tensor), tensor)
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        found = common.get(id(tensor), tensor)
         return found.to(tensor.device, tensor.dtype)
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Tensors as `torch.nn.Module` yields them."""
-        return map(self._held, self._module.parameters())
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """Tensors as `torch.nn.Module` yields them."""
-        return map(self._held, self._module.buffers())
+    return SimpleNamespace(
+        parameters=lambda: map(held, module.parameters()),
+        buffers=lambda: map(held, module.buffers()),
+    )
 
 
 def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:

@@ -7,18 +7,15 @@ All cells once, then all again. Cells that the file of results has are not measu
 again, so an interrupted table goes on. Before a setting's cells comes its control (all
 devices at once, without communication): where it is below 0.98 of the devices alone,
 these and the control are measured once more, and then the setting is left for another
-time. Links need root (network namespaces). ``--before DIR`` measures elche's cells with
-the code of another worktree beside them. ``--slower 2`` doubles all emulated times, for
-machines on which the real ones do not fit into them (overrun).
+time. Links need root (network namespaces). ``--slower 2``
+doubles all emulated times, for machines on which the real ones do not fit into them
+(overrun).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +29,7 @@ from benchmarks.goodput_table.report import control_lines, lines_of, table
 from benchmarks.hetero.contender import MODULE
 from benchmarks.hetero.verdict import MIN_CONTROL, overrun_share
 from benchmarks.links.namespaces import slow_link
-from elche.demo.compare import ContenderRun, machine, run_contender
+from elche.demo.compare import ContenderRun, run_contender
 from elche.errors import ElcheError
 from elche.runtime.process.launch_config import Network
 
@@ -77,9 +74,6 @@ class Table:
         names = list(setting.contenders)
         if self._asked.samples_equal:
             names.insert(0, "solo-0")
-        if self._asked.before is not None:
-            ours = [name for name in names if bench_name(name).startswith("elche-")]
-            names += [f"{name} before" for name in ours]
         known = self._records.by_cell
         return [name for name in names if (setting.name, name, repeat) not in known]
 
@@ -123,11 +117,8 @@ class Table:
         self, setting: Setting, contender: str, repeat: int, network: Network | None
     ) -> None:
         try:
-            if contender.endswith(" before"):
-                record = self._run_before(setting, contender, repeat)
-            else:
-                record = self._run(setting, contender, repeat, network)
-        except (ElcheError, subprocess.CalledProcessError) as error:
+            record = self._run(setting, contender, repeat, network)
+        except ElcheError as error:
             said = str(error).splitlines()[0]
             record = Record(
                 setting=setting.name, contender=contender, repeat=repeat, error=said
@@ -156,31 +147,6 @@ class Table:
             spec, devices = config.spec(name, repeat), config.run_on(name, network)
             run = run_contender(name, spec, devices, module=MODULE)
         return _record(setting, contender, repeat, run)
-
-    def _run_before(self, setting: Setting, contender: str, repeat: int) -> Record:
-        """Trains one contender with the code of the other worktree."""
-        place = self._asked.before.resolve()
-        config = self._config(setting, contender.removesuffix(" before"))
-        command = [sys.executable, *shlex.split(config.command())[1:]]
-        with self._timed():
-            ended = subprocess.run(
-                ["env", f"PYTHONPATH={place / 'src'}", "OMP_NUM_THREADS=1", *command],
-                cwd=place,
-                check=True,
-                stdout=subprocess.PIPE,
-            )
-        (found,) = json.loads(ended.stdout)["contenders"].values()
-        ranks = {key: values[0] for key, values in found["per_seed"].items() if values}
-        return Record(
-            setting=setting.name,
-            contender=contender,
-            repeat=repeat,
-            samples_per_s=found["samples_per_s"],
-            windows=ranks.get("windows") or 0.0,
-            overrun=found["overrun_share"],
-            loss=found["eval_loss"],
-            **_learning(setting, contender, ranks),
-        )
 
     def _config(self, setting: Setting, contender: str) -> Any:
         return setting.config(
@@ -244,7 +210,7 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    """Measures, prints the table, writes JSON where asked."""
+    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, help="JSON lines, one a cell")
     parser.add_argument("--only", help="names of settings, with commas between")
@@ -256,9 +222,7 @@ def main() -> None:
     parser.add_argument(
         "--samples-equal", action="store_true", help="losses too: DDP takes long"
     )
-    parser.add_argument("--before", type=Path, help="another worktree")
     parser.add_argument("--slower", type=float, default=1.0, help="emulated devices")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     wanted = asked.only.split(",") if asked.only else [s.name for s in SETTINGS]
     settings = [
@@ -278,9 +242,6 @@ def main() -> None:
     if rows:
         print(lines_of(rows))
     print("\n".join(control_lines(settings, records)))
-    if asked.json is not None:
-        found = {"cells": records.to_json(), "machine": machine()}
-        asked.json.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from benchmarks.paired import Interval, paired_interval, spread
 from elche.demo.compare import ContenderRun
-from elche.monitor.results import ContenderResult, contenders_to_json
+from elche.monitor.results import ContenderResult
 
 MOST_OVERRUN = 0.02
 """Largest overrun, as a fraction, at which an emulation is still accurate."""
@@ -22,7 +22,6 @@ MIN_WINDOWS = 200
 
 CONTROL = "indep"
 Bound: TypeAlias = Callable[[str, Sequence[float]], float | None]
-_IN_THE_END = ("choices", "window_samples", "late_batches", "window_log")
 REFERENCE = "solo-0"
 
 
@@ -100,13 +99,6 @@ class BenchVerdict:
             lines.append(f"{word}: {self.reason}")
         return lines
 
-    def contenders(self) -> dict[str, dict[str, Any]]:
-        """Everything measured, by contender, as values for JSON."""
-        return {
-            name: {**contenders_to_json([self._row(name)])[name], **self._details(name)}
-            for name in self._names
-        }
-
     def _row(self, name: str) -> ContenderResult:
         runs = self._runs[name]
         losses = self._losses(name)
@@ -134,39 +126,6 @@ class BenchVerdict:
             eval_loss=_median(losses),
             note=", ".join(remarks),
         )
-
-    def _details(self, name: str) -> dict[str, Any]:
-        runs = self._runs[name]
-        interval = self._against_reference(name)
-        details: dict[str, Any] = {
-            "emulated": True,
-            "overrun_share": statistics.median(overrun_share(run) for run in runs),
-            "sent_bytes_per_sample": statistics.median(
-                _sent_per_sample(run) for run in runs
-            ),
-            "per_seed": {
-                "samples_per_s": self._rates[name],
-                "efficiency": self._efficiencies(name),
-                "eval_loss": self._losses(name),
-                "overrun_share": [overrun_share(run) for run in runs],
-                "train_s": [run.ranks[0]["train_s"] for run in runs],
-            },
-        }
-        if name.startswith("elche-"):
-            details["windows"] = self._windows(name)
-            details["per_seed"] |= {
-                key: [run.ranks[0][key] for run in runs]
-                for key in ("windows", "sync_s", "anchor", "shares", *_IN_THE_END)
-            }
-        if interval is not None:
-            details[f"eval_loss_against_{REFERENCE}"] = {
-                "mean": interval.mean,
-                "low": interval.low,
-                "high": interval.high,
-                "confidence": 0.95,
-                "relative": True,
-            }
-        return details
 
     def _summed_solo_rates(self) -> list[float]:
         """Per seed, what all devices deliver alone; empty if one was left out."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,20 +59,6 @@ class LinkBenchConfig(BenchConfig):
         return replace(
             spec, samples=samples, options=options, sent_counter=str(SENT_BYTES)
         )
-
-    def values(self) -> dict[str, Any]:
-        """The settings, for JSON."""
-        return {
-            **super().values(),
-            "link_mbit": self.link_mbit,
-            "codec": self.codec,
-        }
-
-    def command(self) -> str:
-        """The command line that measures the same."""
-        _, _, _, *words = shlex.split(super().command())
-        words += ["--link-mbit", f"{self.link_mbit:g}", "--codec", self.codec]
-        return shlex.join(["python", "-m", "benchmarks.links", *words])
 
     def reduction_s(self, name: str, hosts: int | None = None) -> float:
         """Least time of a sum of the model's gradients, encoded under elche.

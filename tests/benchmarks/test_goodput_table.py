@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ def asked(**settings: Any) -> argparse.Namespace:
         "budget_s": 1e9,
         "min_control": 0.98,
         "samples_equal": False,
-        "before": None,
     }
     return argparse.Namespace(**{**known, **settings})
 
@@ -161,26 +159,3 @@ def test_the_figures_of_a_row() -> None:
 def test_one_run_has_no_interval() -> None:
     assert mean_interval([0.9]).mean == 0.9
     assert mean_interval([0.9]).high == float("inf")
-
-
-def test_the_older_code_is_run_by_its_own_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[tuple[list[str], Path]] = []
-
-    def run(command: list[str], *, cwd: Path, **_: Any) -> argparse.Namespace:
-        commands.append((command, cwd))
-        found = {"samples_per_s": 99.0, "overrun_share": 0.0, "eval_loss": None}
-        seen = {"windows": [7], "choices": [[]], "window_samples": [64.0]}
-        per_seed = {**seen, "late_batches": [[0.5, 0.0]]}
-        values = {"contenders": {"x": {**found, "per_seed": per_seed}}}
-        return argparse.Namespace(stdout=json.dumps(values))
-
-    monkeypatch.setattr("benchmarks.goodput_table.__main__.subprocess.run", run)
-    records = Records(None)
-    Measured(records, RATES, before=tmp_path).measure([PAIR])
-    assert records.repeats("pair", "async before")[0].window_batches == 4.0
-    (words, where) = commands[-1]
-    assert where == tmp_path.resolve()
-    assert f"PYTHONPATH={where / 'src'}" in words
-    assert words[words.index("--contenders") + 1] == "elche-async"

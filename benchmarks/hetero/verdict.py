@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from benchmarks.paired import Interval, paired_interval, spread
+from benchmarks.paired import Interval, mean_interval, spread
 from elche.demo.compare import ContenderRun
 from elche.monitor.results import ContenderResult
 
@@ -164,7 +164,7 @@ class BenchVerdict:
         ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
         if not all(math.isfinite(ratio) for ratio in ratios):
             return None
-        return paired_interval(ratios, [1.0] * len(ratios))
+        return mean_interval([ratio - 1.0 for ratio in ratios])
 
     def _windows(self, name: str) -> float | None:
         """Median number of windows; None for contenders without."""

@@ -31,7 +31,6 @@ class Row:
         sample_efficiency: by the study's table (`elche.cadence.convergence`), for this
             number of ranks and the windows that were measured; not by this run's loss.
         goodput: the product of the last two.
-        loss: mean on the held-out set, where all trained the same samples.
         windows: median of synchronisations.
         note: what a reader should know.
     """
@@ -44,7 +43,6 @@ class Row:
     throughput: Interval
     sample_efficiency: float
     goodput: Interval
-    loss: float | None
     windows: float
     note: str
 
@@ -63,7 +61,7 @@ def sample_worth(setting: Setting, record: Record) -> float:
 
 
 def table(
-    settings: Sequence[Setting], records: Records, *, with_loss: bool, seconds: float
+    settings: Sequence[Setting], records: Records, *, seconds: float
 ) -> list[Row]:
     """A row for every cell that was measured, with its devices alone."""
     rows = []
@@ -77,15 +75,9 @@ def table(
         for name in names if alone is not None else []:
             assert alone is not None
             runs = records.repeats(setting.name, name)
-            config = setting.config(
-                name,
-                seconds=seconds,
-                alone_s=seconds,
-                time_capped=not with_loss,
-            )
+            config = setting.config(name, seconds=seconds, alone_s=seconds)
             worth = [sample_worth(setting, run) for run in runs]
             rates = [run.samples_per_s for run in runs]
-            losses = [run.loss for run in runs if run.loss is not None]
             rows.append(
                 Row(
                     setting=setting.name,
@@ -101,7 +93,6 @@ def table(
                             for rate, each in zip(rates, worth, strict=True)
                         ]
                     ),
-                    loss=statistics.fmean(losses) if with_loss and losses else None,
                     windows=statistics.median(run.windows for run in runs),
                     note=_note(runs),
                 )
@@ -129,22 +120,21 @@ def lines_of(rows: Sequence[Row]) -> str:
         "contender": [row.contender for row in rows],
         "n": [str(row.repeats) for row in rows],
         "hardware eff.": [_with_margin(row.efficiency) for row in rows],
-        "bound": [_number(row.bound, 3) for row in rows],
+        "bound": [_number(row.bound) for row in rows],
         "of it": [
-            _number(row.bound and row.efficiency.mean / row.bound, 3) for row in rows
+            _number(row.bound and row.efficiency.mean / row.bound) for row in rows
         ],
         "over fastest": [_with_margin(row.throughput) for row in rows],
         "study's sample eff.": [f"{row.sample_efficiency:.3f}" for row in rows],
         "goodput": [_with_margin(row.goodput) for row in rows],
-        "loss": [_number(row.loss, 4) for row in rows],
         "windows": [f"{row.windows:.0f}" for row in rows],
         "note": [row.note for row in rows],
     }
     return "\n".join(aligned([(head, "<", cells) for head, cells in columns.items()]))
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def control_lines(settings: Sequence[Setting], records: Records) -> list[str]:

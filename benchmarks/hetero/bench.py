@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.hetero.bounds import ContenderBounds
 from benchmarks.hetero.contender import MODULE, BenchSpec
-from benchmarks.hetero.verdict import CONTROL, BenchVerdict
+from benchmarks.hetero.verdict import CONTROL, BenchVerdict, rate_of
 from benchmarks.hetero.workloads import OPTIMIZERS, WORKLOADS, batch_size_of
 from elche.config import POLICIES
 from elche.demo.compare import (
@@ -291,9 +291,7 @@ def _run_one(
 
     run = run_contender(name, spec, devices, on_progress, module=MODULE)
     progress.update(task, total)
-    ranks = len(run.ranks) if name == CONTROL else 1
-    rate = sum(run.rate(rank) for rank in range(ranks))
-    progress.finish(task, f"{rate:.0f} samples/s")
+    progress.finish(task, f"{rate_of(name, run):.0f} samples/s")
     return run
 
 

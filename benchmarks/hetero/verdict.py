@@ -57,7 +57,7 @@ class BenchVerdict:
         self._num_devices = num_devices
         self._time_capped = time_capped
         self._rates = {
-            name: [_rate(name, run) for run in own] for name, own in runs.items()
+            name: [rate_of(name, run) for run in own] for name, own in runs.items()
         }
         self._sums = self._summed_solo_rates()
         self.control = _median(self._efficiencies(CONTROL))
@@ -206,7 +206,7 @@ class BenchVerdict:
         return warnings
 
 
-def _rate(name: str, run: ContenderRun) -> float:
+def rate_of(name: str, run: ContenderRun) -> float:
     """Samples per second of a run; the control's ranks each count for themselves."""
     ranks = len(run.ranks) if name == CONTROL else 1
     return sum(run.rate(rank) for rank in range(ranks))

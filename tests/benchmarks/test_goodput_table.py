@@ -31,7 +31,6 @@ def asked(**settings: Any) -> argparse.Namespace:
         "solo_seconds": 3.0,
         "budget_s": 1e9,
         "min_control": 0.98,
-        "samples_equal": False,
     }
     return argparse.Namespace(**{**known, **settings})
 
@@ -71,7 +70,7 @@ def test_the_star_has_at_most_forty_cells_that_can_be_measured() -> None:
     cells = [(setting, name) for setting in SETTINGS for name in setting.contenders]
     assert len(cells) <= 40
     for setting, name in cells:
-        config = setting.config(name, seconds=8.0, alone_s=3.0, time_capped=True)
+        config = setting.config(name, seconds=8.0, alone_s=3.0)
         assert config.spec(config.names[0], 0).optimizer == setting.optimizer
         assert config.bound(config.names[0], [100.0] * len(setting.speeds)) is not None
     varied = [
@@ -139,7 +138,7 @@ def test_the_figures_of_a_row() -> None:
         records, {**RATES, "sync": [110.0, 114.0], "async": [120.0, 124.0]}, repeats=2
     )
     table_of_two.measure([PAIR])
-    sync, windows = table([PAIR], records, with_loss=False, seconds=8.0)
+    sync, windows = table([PAIR], records, seconds=8.0)
     assert sync.efficiency.mean == pytest.approx(112.0 / 125.0)
     assert sync.efficiency.high - sync.efficiency.mean == pytest.approx(
         12.7062 * 2.0 / 125.0, rel=1e-4

@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -221,58 +221,45 @@ def missing(lines: Iterable[str], epochs: int) -> int:
     return epochs * SAMPLES - len(handed)
 
 
-def measure(config: ChaosConfig) -> dict[str, Any]:
+def measure(config: ChaosConfig) -> list[RunAccount]:
     """An undisturbed run, then disturbed ones until as much time is over."""
     draws = random.Random(config.seed)
     left_s = 60.0 * config.minutes
-    calm = one_run(config, draws, left_s, math.inf)
-    runs: list[RunAccount] = []
+    runs = [one_run(config, draws, left_s, math.inf)]
     while left_s > 0.0:
         runs.append(one_run(config, draws, left_s, config.mtbf_s))
         left_s -= max(1.0, runs[-1].seconds)
-    return {
-        "config": asdict(config),
-        "emulated": True,
-        "undisturbed": described(calm, calm),
-        "runs": [described(run, calm) for run in runs],
-        "kills": sum(len(run.kills) for run in runs),
-        "joins": sum(len(run.joins) for run in runs),
-        "faults": [fault for run in (calm, *runs) for fault in run.faults()],
-    }
+    return runs
 
 
-def described(run: RunAccount, calm: RunAccount) -> dict[str, Any]:
-    """A run, and its samples per second over those of the undisturbed one."""
-    goodput = run.rate / calm.rate if calm.progress else math.nan
-    return asdict(run) | {"faults": run.faults(), "goodput": goodput}
-
-
-def table(found: dict[str, Any]) -> str:
-    """What was measured, as text."""
+def table(runs: Sequence[RunAccount]) -> str:
+    """What was measured, as text; the first run is the undisturbed one."""
     lines = [
         f"{'run':>4} {'seconds':>7} {'kills':>5} {'joins':>5} {'epochs':>6} "
         f"{'samples':>9} {'goodput':>7} {'loss':>8}  accounts"
     ]
-    for name, run in [("calm", found["undisturbed"]), *enumerate(found["runs"])]:
-        agrees = "; ".join(run["faults"]) or "agree"
+    calm = runs[0]
+    for number, run in enumerate(runs):
+        name = str(number - 1) if number else "calm"
+        goodput = run.rate / calm.rate if calm.progress else math.nan
         lines.append(
-            f"{name:>4} {run['seconds']:>7.1f} {len(run['kills']):>5} "
-            f"{len(run['joins']):>5} {run['epochs']:>6} {run['progress']:>9.0f} "
-            f"{run['goodput']:>7.3f} {run['loss']:>8.4f}  {agrees}"
+            f"{name:>4} {run.seconds:>7.1f} {len(run.kills):>5} "
+            f"{len(run.joins):>5} {run.epochs:>6} {run.progress:>9.0f} "
+            f"{goodput:>7.3f} {run.loss:>8.4f}  {'; '.join(run.faults()) or 'agree'}"
         )
-        if run["kills"]:
-            lines.append(f"     killed: {', '.join(map(str, run['kills']))}")
-        if run["coordinators"]:
+        if run.kills:
+            lines.append(f"     killed: {', '.join(map(str, run.kills))}")
+        if run.coordinators:
             lines.append(
-                f"     coordinators killed: {run['coordinators']}; the longest "
-                f"pause of a rank: {run['longest_s']:.2f} s"
+                f"     coordinators killed: {run.coordinators}; the longest "
+                f"pause of a rank: {run.longest_s:.2f} s"
             )
     lines.append("goodput: samples per second over the undisturbed run's")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table, and writes what was measured."""
+    """Prints a table; the exit code is 1 where accounts do not agree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=4)
@@ -280,9 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", choices=POLICIES, default="async")
     parser.add_argument("--victims", choices=VICTIMS, default=RANKS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
-    found = measure(
+    runs = measure(
         ChaosConfig(
             minutes=asked.minutes,
             ranks=asked.ranks,
@@ -292,10 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             victims=asked.victims,
         )
     )
-    print(table(found))
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n")
-    sys.exit(1 if found["faults"] else 0)
+    print(table(runs))
+    sys.exit(1 if any(run.faults() for run in runs) else 0)
 
 
 if __name__ == "__main__":

@@ -28,21 +28,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import multiprocessing, nn
 
 from benchmarks.hetero.workloads import build_workload
-from benchmarks.paired import paired_interval
+from benchmarks.paired import mean_interval
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.demo.workload import Batch, Workload
 from elche.runtime.emulation import EmulationConfig, emulate
 
 CONTENDERS = ("torch", "elche")
 BATCHES = 8
+WARM_STEPS = 5
+"""Untimed, at the beginning of a segment."""
 GROUP_TIMEOUT_S = 120.0
 
 
@@ -54,11 +56,9 @@ class Job:
         models: workloads, by name.
         ranks: equal devices.
         pairs: segments of each contender per model.
-        warm_steps: untimed steps at the beginning of a segment.
         steps: timed steps of a segment.
         batch_size: samples of a rank's batch.
         ms_per_sample: of an emulated device; 0 for real speed.
-        bucket_cap_mb: of both; None: each one's default.
         transport: of elche's; ``"auto"`` is shared memory on one machine.
         folder: where ranks meet and rank 0 writes.
     """
@@ -66,24 +66,18 @@ class Job:
     models: tuple[str, ...]
     ranks: int
     pairs: int
-    warm_steps: int
     steps: int
     batch_size: int
     ms_per_sample: float
-    bucket_cap_mb: float | None
     transport: str
     folder: str
 
 
 def wrapper_of(name: str, job: Job) -> Callable[[nn.Module], nn.Module]:
     """The contender's wrapper, as a script would make it."""
-    options: dict[str, Any] = {}
-    if job.bucket_cap_mb is not None:
-        options["bucket_cap_mb"] = job.bucket_cap_mb
     if name == "torch":
-        return lambda model: nn.parallel.DistributedDataParallel(model, **options)
-    options["transport"] = job.transport
-    return lambda model: DistributedDataParallel(model, **options)
+        return nn.parallel.DistributedDataParallel
+    return partial(DistributedDataParallel, transport=job.transport)
 
 
 def batches_of(workload: Workload, job: Job, rank: int) -> list[Batch]:
@@ -108,8 +102,8 @@ def segment(
         emulation = emulate(model, config)
     ddp = wrapper_of(name, job)(model)
     optimizer = workload.optimizer_fn(ddp.parameters())
-    for step in range(job.warm_steps + job.steps):
-        if step == job.warm_steps:
+    for step in range(WARM_STEPS + job.steps):
+        if step == WARM_STEPS:
             dist.barrier()
             began_s = time.perf_counter()
         loss = workload.loss_fn(ddp, batches[step % BATCHES])
@@ -162,14 +156,11 @@ def report(found: dict[str, list[dict[str, float]]]) -> None:
             each: 1e3 * statistics.median(pair[each] for pair in pairs)
             for each in CONTENDERS
         }
-        torch_log, elche_log = (
-            [math.log(pair[each]) for pair in pairs] for each in CONTENDERS
+        interval = mean_interval(
+            [math.log(pair["torch"] / pair["elche"]) for pair in pairs]
         )
-        ratio = math.exp(statistics.fmean(torch_log) - statistics.fmean(elche_log))
-        shown = "one pair"
-        if len(pairs) > 1:
-            interval = paired_interval(torch_log, elche_log)
-            shown = f"{math.exp(interval.low):.3f} to {math.exp(interval.high):.3f}"
+        ratio, low, high = map(math.exp, (interval.mean, interval.low, interval.high))
+        shown = f"{low:.3f} to {high:.3f}" if len(pairs) > 1 else "one pair"
         times = f"{steps_ms['torch']:9.2f} {steps_ms['elche']:9.2f}"
         print(f"{name:6} {times} {ratio:7.3f}  {shown}")
 
@@ -180,11 +171,9 @@ def main() -> int:
     parser.add_argument("--models", default="mlp,cnn,gpt")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--warm-steps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--ms-per-sample", type=float, default=1.25)
-    parser.add_argument("--bucket-cap-mb", type=float, default=None)
     parser.add_argument("--transport", choices=["auto", "gloo"], default="auto")
     chosen = vars(parser.parse_args())
     models = tuple(chosen.pop("models").split(","))

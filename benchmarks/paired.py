@@ -1,4 +1,4 @@
-"""Statistics of repeated runs: spreads, and intervals of paired differences."""
+"""Statistics of repeated runs: spreads, and intervals of means."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class Interval:
     low: float
     high: float
 
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval by Student's t; of one value the interval is infinite."""
+    """Mean and 95 % interval by Student's t; of one value the interval is infinite.
+
+    Values are taken as draws from a normal distribution: of two ways in pairs, the
+    differences.
+    """
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -50,37 +51,12 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - margin, mean + margin)
 
 
-def paired_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Mean of the paired differences ours - theirs with its 95 % interval.
-
-    Student's t: the differences are taken as draws from a normal distribution.
-
-    Args:
-        ours: one value per seed.
-        theirs: the values of the same seeds in the same order.
-
-    Raises:
-        ConfigError: on fewer than two pairs or sequences of different lengths.
-    """
-    if len(ours) != len(theirs) or len(ours) < 2:
-        raise ConfigError(
-            "a paired interval needs at least two pairs of the same seeds, got"
-            f" {len(ours)} and {len(theirs)} values"
-        )
-    return mean_interval([our - their for our, their in zip(ours, theirs, strict=True)])
-
-
 def student_t_95(degrees_of_freedom: int) -> float:
     """Two-sided 95 % quantile of Student's t.
 
     Beyond 30 degrees of freedom the first two terms of the expansion around the
     normal quantile (Abramowitz and Stegun, 26.7.5), good to four decimals.
-
-    Raises:
-        ConfigError: below one degree of freedom.
     """
-    if degrees_of_freedom < 1:
-        raise ConfigError(f"expected degrees of freedom, got {degrees_of_freedom}")
     if degrees_of_freedom <= len(_T_95):
         return _T_95[degrees_of_freedom - 1]
     z, n = _NORMAL_95, degrees_of_freedom

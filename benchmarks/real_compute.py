@@ -19,7 +19,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from benchmarks.hetero.bounds import ContenderBounds
 from benchmarks.hetero.contender import BenchContender, BenchSpec
 from benchmarks.hetero.verdict import CONTROL, BenchVerdict
 from benchmarks.pipeline.bench import import_path
-from elche.demo.compare import ContenderRun, Devices, machine, run_contender
+from elche.demo.compare import ContenderRun, Devices, run_contender
 from elche.demo.contender import main as run_rank
 from elche.demo.workload import Workload
 from elche.monitor.results import print_table
@@ -196,14 +195,13 @@ def numbers(text: str) -> list[float]:
 
 
 def main() -> None:
-    """Measures, prints the table, writes JSON where asked."""
+    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quota", type=numbers, default=[1.0, 1.0])
     parser.add_argument("--loader-ms", type=numbers, default=[0.0, 0.0])
     parser.add_argument("--rate", choices=("moves", "steady"), default="moves")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=12.0)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     os.environ.update({**KEPT, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()})
     os.environ["RATE"] = asked.rate
@@ -212,9 +210,6 @@ def main() -> None:
     title = f"mlp on real CPU ranks (quota, loader ms): {slowed}"
     print_table(verdict.table, title)
     print("\n" + "\n".join(w for w in verdict.remarks if not w.startswith("Emulated")))
-    if asked.json is not None:
-        found = {"contenders": verdict.contenders(), "machine": machine()}
-        asked.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

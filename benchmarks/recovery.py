@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -187,20 +186,18 @@ def show(name: str, runs: Sequence[dict[str, float]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table, and writes what was measured."""
+    """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of each cell")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--policy", nargs="+", default=["sync", "cadence", "async"])
     parser.add_argument("--transport", nargs="+", default=["auto", "gloo"])
     parser.add_argument("--beside", action="store_true", help="others, alone")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
     names = [(kind, "anew") for kind in ("torch", *asked.policy)]
     if not asked.beside:
         names = [*itertools.product(asked.policy, asked.transport)]
-    cells = []
     for ranks, (policy, transport) in itertools.product(asked.ranks, names):
         draws, runs = random.Random(f"{asked.seed} {policy} {transport}"), []
         for _ in range(asked.kills):
@@ -210,11 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     runs.append(beside(policy, ranks, draws, folder))
                 else:
                     runs.append(one(ranks, policy, transport, draws, folder / KILLED))
-        cell = {"ranks": ranks, "policy": policy, "transport": transport}
-        cells.append({**cell, "runs": runs})
         show(f"{policy}, {transport}, {ranks} ranks", runs)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps({"cells": cells}))
 
 
 if __name__ == "__main__":

@@ -141,6 +141,12 @@ def batches_of(data: Any = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(labelled() if data is None else data, **options)
 
 
+def usual(elche: Any, lr: float = 1e-2) -> tuple[Any, Any, Any, Seen]:
+    """Model, optimizer and loader after set-up, and losses, where all are usual."""
+    model, loader = network(), batches_of()
+    return *elche.setup(model, adamw(model, lr), loader), Seen()
+
+
 def step(model: Any, optimizer: Any, x: Tensor, y: Tensor, seen: Seen) -> None:
     """The step where a feature is not about it."""
     loss = F.cross_entropy(model(x), y)

@@ -24,6 +24,7 @@ from benchmarks.features.feature import (
     loss_over,
     network,
     step,
+    usual,
 )
 
 STEPS = 40
@@ -39,10 +40,8 @@ def endless(loader: Any) -> Iterator[Any]:
 @feature(windows="L lr samples", why="the loss decides; all ranks stop at one epoch")
 def early_stop(elche: Any) -> Trained:
     """Early stop by the loss over a second loader."""
-    model, loader, seen = network(), batches_of(), Seen()
+    model, optimizer, loader, seen = usual(elche, lr=0.1)
     held_out = labelled(400)[HELD_OUT]
-    optimizer = adamw(model, lr=0.1)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
     best, bad = float("inf"), 0
     for _epoch in range(4 * EPOCHS):
         for x, y in loader:
@@ -58,9 +57,7 @@ def early_stop(elche: Any) -> Trained:
 @feature(windows="D samples", why="under windows each rank counts its own batches")
 def break_off(elche: Any) -> Trained:
     """`break` after ten batches of each epoch."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     for _epoch in range(EPOCHS):
         for i, (x, y) in enumerate(loader):
             if i == 10:
@@ -72,9 +69,7 @@ def break_off(elche: Any) -> Trained:
 @feature(windows="N", why="StopIteration; what ends the run says what to write")
 def next_iter(elche: Any) -> Trained:
     """`next(iter(loader))`, `len(loader)` times in each epoch."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     for _epoch in range(EPOCHS):
         batches = iter(loader)
         for _step in range(len(loader)):
@@ -86,9 +81,7 @@ def next_iter(elche: Any) -> Trained:
 @feature(windows="N loader.steps(", why="the error names `loader.steps(n)`")
 def endless_iterator(elche: Any) -> Trained:
     """Counted steps over an endless iterator."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     batches = endless(loader)
     for _step in range(STEPS):
         x, y = next(batches)
@@ -99,9 +92,7 @@ def endless_iterator(elche: Any) -> Trained:
 @feature(why="the run's steps, on all ranks together")
 def counted_steps(elche: Any) -> Trained:
     """Counted steps by `loader.steps(n)`."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     is_plain = not hasattr(loader, "steps")
     for x, y in islice(endless(loader), STEPS) if is_plain else loader.steps(STEPS):
         step(model, optimizer, x, y, seen)
@@ -111,9 +102,7 @@ def counted_steps(elche: Any) -> Trained:
 @feature(windows="D samples", why="under windows each rank counts its own batches")
 def skipping(elche: Any) -> Trained:
     """`continue` at every fourth batch."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     for _epoch in range(EPOCHS):
         for i, (x, y) in enumerate(loader):
             if i % 4 == 3:
@@ -129,9 +118,7 @@ def skipping(elche: Any) -> Trained:
 )
 def fetch_ahead(elche: Any) -> Trained:
     """The next batch fetched before backward."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     batches = endless(loader)
     x, y = next(batches)
     for _step in range(STEPS):
@@ -147,9 +134,7 @@ def fetch_ahead(elche: Any) -> Trained:
 @feature(why="opens an epoch and leaves it; its batch is no step")
 def peek(elche: Any) -> Trained:
     """The first batch looked at before the loop."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     x, _ = next(iter(loader))
     assert model(x).shape[1] == 4
     epochs_of(model, optimizer, loader, seen)
@@ -180,9 +165,7 @@ def restore(elche: Any) -> Trained:
 @feature(why="the bar's total is the run's; under windows a rank fills its part")
 def progress_bar(elche: Any) -> Trained:
     """A progress bar around the loader (rich, tqdm)."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     console = Console(file=io.StringIO())
     for epoch in range(EPOCHS):
         for x, y in track(loader, f"epoch {epoch}", console=console):
@@ -193,10 +176,8 @@ def progress_bar(elche: Any) -> Trained:
 @feature()
 def evaluation(elche: Any) -> Trained:
     """Evaluation under `no_grad` inside the epoch."""
-    model, loader, seen = network(), batches_of(), Seen()
+    model, optimizer, loader, seen = usual(elche)
     held_out = labelled(400)[HELD_OUT]
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
     for _epoch in range(EPOCHS):
         for i, (x, y) in enumerate(loader):
             step(model, optimizer, x, y, seen)

@@ -26,6 +26,7 @@ from benchmarks.features.feature import (
     network,
     step,
     trained,
+    usual,
 )
 
 
@@ -40,9 +41,7 @@ def compile_before(elche: Any) -> Trained:
 @feature()
 def compile_after(elche: Any) -> Trained:
     """`torch.compile` after set-up."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     model = torch.compile(model, backend="aot_eager")
     epochs_of(model, optimizer, loader, seen)
     return Trained(model, optimizer, seen)

@@ -17,6 +17,7 @@ from benchmarks.features.feature import (
     feature,
     network,
     trained,
+    usual,
 )
 
 
@@ -55,9 +56,7 @@ def lbfgs(elche: Any) -> Trained:
 @feature(why="windows: over local steps")
 def accumulation(elche: Any) -> Trained:
     """Gradients accumulated over four batches."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     for _epoch in range(EPOCHS):
         for i, (x, y) in enumerate(loader):
             loss = F.cross_entropy(model(x), y)
@@ -137,9 +136,7 @@ def gradient_hook(elche: Any) -> Trained:
 @feature()
 def gradient_penalty(elche: Any) -> Trained:
     """Gradient penalty: double backward."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader, seen = usual(elche)
     for _epoch in range(EPOCHS):
         for x, y in loader:
             logits = model(x.requires_grad_())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
 from benchmarks.features.feature import (
     EPOCHS,
@@ -19,64 +20,57 @@ from benchmarks.features.feature import (
     step,
 )
 
+HANDED_OVER = "handed over: `schedulers=[scheduler]`"
 
-@feature(why="handed over: `schedulers=[scheduler]`")
+
+@feature(why=HANDED_OVER)
 def one_cycle(elche: Any) -> Trained:
     """OneCycleLR, per batch."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    scheduler = lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.02, epochs=EPOCHS, steps_per_epoch=len(loader)
-    )
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, schedulers=[scheduler]
-    )
-    return _per_batch(model, optimizer, loader, scheduler, seen)
+
+    def made(optimizer: Optimizer, batches: int) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=batches)
+
+    return _per_batch(elche, made)
 
 
-@feature(why="handed over: `schedulers=[scheduler]`")
+@feature(why=HANDED_OVER)
 def cosine(elche: Any) -> Trained:
     """CosineAnnealingLR, per batch."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, schedulers=[scheduler]
-    )
-    return _per_batch(model, optimizer, loader, scheduler, seen)
+    return _per_batch(elche, lr_scheduler.CosineAnnealingLR)
 
 
-@feature(why="handed over: `schedulers=[scheduler]`")
+@feature(why=HANDED_OVER)
 def warmup(elche: Any) -> Trained:
     """LambdaLR that warms up, per batch."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 30))
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, schedulers=[scheduler]
-    )
-    return _per_batch(model, optimizer, loader, scheduler, seen)
+
+    def made(optimizer: Optimizer, _batches: int) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 30))
+
+    return _per_batch(elche, made)
 
 
-@feature(why="handed over: `schedulers=[scheduler]`")
+@feature(why=HANDED_OVER)
 def sequential(elche: Any) -> Trained:
     """SequentialLR: linear, then cosine, per batch."""
-    model, loader, seen = network(), batches_of(), Seen()
-    optimizer = adamw(model)
-    parts: list[Any] = [
-        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10),
-        lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader) - 10),
-    ]
-    scheduler = lr_scheduler.SequentialLR(optimizer, parts, milestones=[10])
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, schedulers=[scheduler]
-    )
-    return _per_batch(model, optimizer, loader, scheduler, seen)
+
+    def made(optimizer: Optimizer, batches: int) -> lr_scheduler.LRScheduler:
+        linear = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, batches - 10)
+        return lr_scheduler.SequentialLR(optimizer, [linear, cosine], milestones=[10])
+
+    return _per_batch(elche, made)
 
 
 def _per_batch(
-    model: Any, optimizer: Any, loader: Any, scheduler: Any, seen: Seen
+    elche: Any, scheduler_of: Callable[[Optimizer, int], lr_scheduler.LRScheduler]
 ) -> Trained:
+    """Trains with a scheduler of the optimizer and the number of batches."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    scheduler = scheduler_of(optimizer, EPOCHS * len(loader))
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, schedulers=[scheduler]
+    )
     for _epoch in range(EPOCHS):
         for x, y in loader:
             step(model, optimizer, x, y, seen)

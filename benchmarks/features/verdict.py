@@ -24,7 +24,6 @@ class Verdict:
         ranks_equal: whether all ranks end with the same bits.
         samples: that all ranks have trained on, and those of plain PyTorch.
         lr: learning rate at the end on each rank, and plain.
-        loss: mean of the last quarter of batches, and plain.
         said: what the run wrote to stderr meanwhile.
     """
 
@@ -33,7 +32,6 @@ class Verdict:
     ranks_equal: bool = True
     samples: tuple[int, int] = (0, 0)
     lr: tuple[tuple[float, ...], float] = ((), 0.0)
-    loss: tuple[float, float] = (0.0, 0.0)
     said: tuple[str, ...] = ()
 
     @property
@@ -84,7 +82,6 @@ def compare(ranks: Sequence[dict[str, Any]], plain: dict[str, Any]) -> Verdict:
         ),
         samples=(_samples(ranks), _samples([plain])),
         lr=(tuple(each["lr"][0] for each in ranks), plain["lr"][0]),
-        loss=(_late_loss(ranks), _late_loss([plain])),
     )
 
 
@@ -94,10 +91,3 @@ def _vector(result: dict[str, Any]) -> torch.Tensor:
 
 def _samples(ranks: Sequence[dict[str, Any]]) -> int:
     return sum(samples for each in ranks for _, samples in each["losses"])
-
-
-def _late_loss(ranks: Sequence[dict[str, Any]]) -> float:
-    late = [
-        pair for each in ranks for pair in each["losses"][-(len(each["losses"]) // 4) :]
-    ]
-    return sum(loss * n for loss, n in late) / sum(n for _, n in late)

@@ -7,32 +7,28 @@ All cells once, then all again. Cells that the file of results has are not measu
 again, so an interrupted table goes on. Before a setting's cells comes its control (all
 devices at once, without communication): where it is below 0.98 of the devices alone,
 these and the control are measured once more, and then the setting is left for another
-time. Links need root (network namespaces). ``--before DIR`` measures elche's cells with
-the code of another worktree beside them. ``--slower 2`` doubles all emulated times, for
-machines on which the real ones do not fit into them (overrun).
+time. Links need root (network namespaces). ``--slower 2``
+doubles all emulated times, for machines on which the real ones do not fit into them
+(overrun).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.goodput_table.design import SETTINGS, Setting, bench_name
 from benchmarks.goodput_table.records import CONTROL, Record, Records
 from benchmarks.goodput_table.report import control_lines, lines_of, table
 from benchmarks.hetero.contender import MODULE
-from benchmarks.hetero.verdict import MIN_CONTROL, overrun_share
+from benchmarks.hetero.verdict import MIN_CONTROL, overrun_share, rate_of
 from benchmarks.links.namespaces import slow_link
-from elche.demo.compare import ContenderRun, machine, run_contender
+from elche.demo.compare import ContenderRun, run_contender
 from elche.errors import ElcheError
 from elche.runtime.process.launch_config import Network
 
@@ -74,13 +70,8 @@ class Table:
                         self._cell(setting, contender, repeat, network)
 
     def _missing(self, setting: Setting, repeat: int) -> list[str]:
-        names = list(setting.contenders)
-        if self._asked.samples_equal:
-            names.insert(0, "solo-0")
-        if self._asked.before is not None:
-            ours = [name for name in names if bench_name(name).startswith("elche-")]
-            names += [f"{name} before" for name in ours]
         known = self._records.by_cell
+        names = setting.contenders
         return [name for name in names if (setting.name, name, repeat) not in known]
 
     def _is_quiet(self, setting: Setting, repeat: int) -> bool:
@@ -111,7 +102,7 @@ class Table:
         found: dict[float, float] = {}
         for rank, speed in enumerate(setting.speeds):
             if speed not in found:
-                run = self._run(setting, f"solo-{rank}", 0, alone=True)
+                run = self._run(setting, f"solo-{rank}", 0)
                 name = f"solo {speed:g}"
                 self._records.add(
                     replace(run, setting=setting.devices_key, contender=name)
@@ -123,11 +114,8 @@ class Table:
         self, setting: Setting, contender: str, repeat: int, network: Network | None
     ) -> None:
         try:
-            if contender.endswith(" before"):
-                record = self._run_before(setting, contender, repeat)
-            else:
-                record = self._run(setting, contender, repeat, network)
-        except (ElcheError, subprocess.CalledProcessError) as error:
+            record = self._run(setting, contender, repeat, network)
+        except ElcheError as error:
             said = str(error).splitlines()[0]
             record = Record(
                 setting=setting.name, contender=contender, repeat=repeat, error=said
@@ -144,51 +132,15 @@ class Table:
         contender: str,
         repeat: int,
         network: Network | None = None,
-        *,
-        alone: bool = False,
     ) -> Record:
-        """Trains one contender here."""
-        config = self._config(setting, contender)
-        if alone:
-            config = replace(config, time_capped=True)
+        """Trains one contender."""
+        seconds, alone_s = self._asked.seconds, self._asked.solo_seconds
+        config = setting.config(contender, seconds=seconds, alone_s=alone_s)
         name = bench_name(contender)
         with self._timed():
             spec, devices = config.spec(name, repeat), config.run_on(name, network)
             run = run_contender(name, spec, devices, module=MODULE)
         return _record(setting, contender, repeat, run)
-
-    def _run_before(self, setting: Setting, contender: str, repeat: int) -> Record:
-        """Trains one contender with the code of the other worktree."""
-        place = self._asked.before.resolve()
-        config = self._config(setting, contender.removesuffix(" before"))
-        command = [sys.executable, *shlex.split(config.command())[1:]]
-        with self._timed():
-            ended = subprocess.run(
-                ["env", f"PYTHONPATH={place / 'src'}", "OMP_NUM_THREADS=1", *command],
-                cwd=place,
-                check=True,
-                stdout=subprocess.PIPE,
-            )
-        (found,) = json.loads(ended.stdout)["contenders"].values()
-        ranks = {key: values[0] for key, values in found["per_seed"].items() if values}
-        return Record(
-            setting=setting.name,
-            contender=contender,
-            repeat=repeat,
-            samples_per_s=found["samples_per_s"],
-            windows=ranks.get("windows") or 0.0,
-            overrun=found["overrun_share"],
-            loss=found["eval_loss"],
-            **_learning(setting, contender, ranks),
-        )
-
-    def _config(self, setting: Setting, contender: str) -> Any:
-        return setting.config(
-            contender,
-            seconds=self._asked.seconds,
-            alone_s=self._asked.solo_seconds,
-            time_capped=not self._asked.samples_equal,
-        )
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -202,25 +154,7 @@ class Table:
 
 def _record(setting: Setting, contender: str, repeat: int, run: ContenderRun) -> Record:
     result = run.ranks[0]
-    each = range(len(run.ranks) if contender == CONTROL else 1)
     steps = result["samples"] / setting.batch_size
-    return Record(
-        setting=setting.name,
-        contender=contender,
-        repeat=repeat,
-        samples_per_s=sum(run.rate(rank) for rank in each),
-        seconds=result["train_s"],
-        windows=result["windows"] or steps,
-        overrun=overrun_share(run),
-        loss=run.curve()[-1][2],
-        **_learning(setting, contender, result),
-    )
-
-
-def _learning(
-    setting: Setting, contender: str, result: dict[str, Any]
-) -> dict[str, Any]:
-    """Policy and windows of a run, as far as samples are worth less by them."""
     policy = contender.partition(" ")[0]
     if policy == "auto":
         choices = result["choices"]
@@ -230,7 +164,19 @@ def _learning(
         local = setting.batch_size / len(setting.speeds)
         batches = max(1.0, result["window_samples"] / local)
         late = result["late_batches"][0]
-    return {"policy": policy, "window_batches": batches, "late_batches": late}
+    return Record(
+        setting=setting.name,
+        contender=contender,
+        repeat=repeat,
+        samples_per_s=rate_of(contender, run),
+        seconds=result["train_s"],
+        windows=result["windows"] or steps,
+        overrun=overrun_share(run),
+        loss=run.curve()[-1][2],
+        policy=policy,
+        window_batches=batches,
+        late_batches=late,
+    )
 
 
 def _network(setting: Setting) -> contextlib.AbstractContextManager[Network | None]:
@@ -244,7 +190,7 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    """Measures, prints the table, writes JSON where asked."""
+    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, help="JSON lines, one a cell")
     parser.add_argument("--only", help="names of settings, with commas between")
@@ -253,12 +199,7 @@ def main() -> None:
     parser.add_argument("--solo-seconds", type=float, default=3.0, help="and control")
     parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--min-control", type=float, default=MIN_CONTROL)
-    parser.add_argument(
-        "--samples-equal", action="store_true", help="losses too: DDP takes long"
-    )
-    parser.add_argument("--before", type=Path, help="another worktree")
     parser.add_argument("--slower", type=float, default=1.0, help="emulated devices")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     wanted = asked.only.split(",") if asked.only else [s.name for s in SETTINGS]
     settings = [
@@ -272,15 +213,10 @@ def main() -> None:
         Table(records, asked).measure(settings)
     except (OutOfTimeError, KeyboardInterrupt):
         _say("stopped: cells are left; the same command with --results goes on")
-    rows = table(
-        settings, records, with_loss=asked.samples_equal, seconds=asked.seconds
-    )
+    rows = table(settings, records, seconds=asked.seconds)
     if rows:
         print(lines_of(rows))
     print("\n".join(control_lines(settings, records)))
-    if asked.json is not None:
-        found = {"cells": records.to_json(), "machine": machine()}
-        asked.json.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

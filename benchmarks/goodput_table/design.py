@@ -53,9 +53,7 @@ class Setting:
         ms_per_sample = self.ms_per_sample * factor
         return replace(self, ms_per_sample=ms_per_sample, link_mbit=link_mbit)
 
-    def config(
-        self, contender: str, *, seconds: float, alone_s: float, time_capped: bool
-    ) -> BenchConfig:
+    def config(self, contender: str, *, seconds: float, alone_s: float) -> BenchConfig:
         """The settings of `benchmarks.hetero` that measure one contender here."""
         codec = contender.partition(" ")[2] or "fp32"
         settings: dict[str, Any] = {
@@ -66,7 +64,7 @@ class Setting:
             "batch_size": self.batch_size,
             "seconds": seconds,
             "solo_seconds": alone_s,
-            "time_capped": time_capped,
+            "time_capped": True,
             "contenders": (bench_name(contender),),
         }
         if self.link_mbit is None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 CONTROL = "indep"
 
@@ -99,8 +98,3 @@ class Records:
             cell for cell in self.by_cell if cell[:2] == (setting, contender)
         )
         return [self.by_cell[cell] for cell in cells]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """All of them."""
-        both = [*self.by_cell.values(), *self.errors.values()]
-        return [asdict(record) for record in both]

@@ -12,6 +12,7 @@ from benchmarks.goodput_table.records import CONTROL, Record, Records
 from benchmarks.hetero.verdict import MIN_WINDOWS, MOST_OVERRUN
 from benchmarks.paired import Interval, mean_interval
 from elche.cadence.convergence import UPDATES, sample_efficiency
+from elche.monitor.run_view import aligned
 
 _KINDS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 
@@ -30,7 +31,6 @@ class Row:
         sample_efficiency: by the study's table (`elche.cadence.convergence`), for this
             number of ranks and the windows that were measured; not by this run's loss.
         goodput: the product of the last two.
-        loss: mean on the held-out set, where all trained the same samples.
         windows: median of synchronisations.
         note: what a reader should know.
     """
@@ -43,7 +43,6 @@ class Row:
     throughput: Interval
     sample_efficiency: float
     goodput: Interval
-    loss: float | None
     windows: float
     note: str
 
@@ -62,7 +61,7 @@ def sample_worth(setting: Setting, record: Record) -> float:
 
 
 def table(
-    settings: Sequence[Setting], records: Records, *, with_loss: bool, seconds: float
+    settings: Sequence[Setting], records: Records, *, seconds: float
 ) -> list[Row]:
     """A row for every cell that was measured, with its devices alone."""
     rows = []
@@ -76,15 +75,9 @@ def table(
         for name in names if alone is not None else []:
             assert alone is not None
             runs = records.repeats(setting.name, name)
-            config = setting.config(
-                name.removesuffix(" before"),
-                seconds=seconds,
-                alone_s=seconds,
-                time_capped=not with_loss,
-            )
+            config = setting.config(name, seconds=seconds, alone_s=seconds)
             worth = [sample_worth(setting, run) for run in runs]
             rates = [run.samples_per_s for run in runs]
-            losses = [run.loss for run in runs if run.loss is not None]
             rows.append(
                 Row(
                     setting=setting.name,
@@ -100,7 +93,6 @@ def table(
                             for rate, each in zip(rates, worth, strict=True)
                         ]
                     ),
-                    loss=statistics.fmean(losses) if with_loss and losses else None,
                     windows=statistics.median(run.windows for run in runs),
                     note=_note(runs),
                 )
@@ -123,39 +115,26 @@ def _note(runs: Sequence[Record]) -> str:
 
 def lines_of(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    heads = ["setting", "contender", "n", "hardware eff.", "bound", "of it"]
-    heads += [
-        "over fastest",
-        "study's sample eff.",
-        "goodput",
-        "loss",
-        "windows",
-        "note",
-    ]
-    cells = [
-        [
-            row.setting,
-            row.contender,
-            str(row.repeats),
-            _with_margin(row.efficiency),
-            "-" if row.bound is None else f"{row.bound:.3f}",
-            "-" if row.bound is None else f"{row.efficiency.mean / row.bound:.3f}",
-            _with_margin(row.throughput),
-            f"{row.sample_efficiency:.3f}",
-            _with_margin(row.goodput),
-            "-" if row.loss is None else f"{row.loss:.4f}",
-            f"{row.windows:.0f}",
-            row.note,
-        ]
-        for row in rows
-    ]
-    columns = list(zip(heads, *cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in zip(*columns, strict=True)
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    columns = {
+        "setting": [row.setting for row in rows],
+        "contender": [row.contender for row in rows],
+        "n": [str(row.repeats) for row in rows],
+        "hardware eff.": [_with_margin(row.efficiency) for row in rows],
+        "bound": [_number(row.bound) for row in rows],
+        "of it": [
+            _number(row.bound and row.efficiency.mean / row.bound) for row in rows
+        ],
+        "over fastest": [_with_margin(row.throughput) for row in rows],
+        "study's sample eff.": [f"{row.sample_efficiency:.3f}" for row in rows],
+        "goodput": [_with_margin(row.goodput) for row in rows],
+        "windows": [f"{row.windows:.0f}" for row in rows],
+        "note": [row.note for row in rows],
+    }
+    return "\n".join(aligned([(head, "<", cells) for head, cells in columns.items()]))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def control_lines(settings: Sequence[Setting], records: Records) -> list[str]:

@@ -15,7 +15,6 @@ import click
 
 from benchmarks.hetero.bench import BenchConfig, run_bench
 from elche.cli.run_command import names, numbers
-from elche.config import POLICIES
 from elche.errors import ConfigError
 from elche.monitor.results import log_to_stderr
 
@@ -26,9 +25,6 @@ from elche.monitor.results import log_to_stderr
     required=True,
     callback=numbers,
     help="Relative speeds of the emulated devices, such as 1,0.25.",
-)
-@click.option(
-    "--policy", type=click.Choice(("all", *POLICIES)), default="all", show_default=True
 )
 @click.option(
     "--model",
@@ -83,7 +79,7 @@ from elche.monitor.results import log_to_stderr
     help="Runs alone that only measure speed end after this; default: --seconds.",
 )
 @click.option("--allow-noise", is_flag=True, help="Do not reject a noisy run.")
-@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+@click.option("--json", "json_path", help="File for the figures.")
 def hetero(
     json_path: str | None, contenders: tuple[str, ...] | None, **settings: Any
 ) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from benchmarks.hetero.bounds import ContenderBounds
 from benchmarks.hetero.contender import MODULE, BenchSpec
-from benchmarks.hetero.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
+from benchmarks.hetero.verdict import CONTROL, BenchVerdict, rate_of
 from benchmarks.hetero.workloads import OPTIMIZERS, WORKLOADS, batch_size_of
 from elche.config import POLICIES
 from elche.demo.compare import (
@@ -28,14 +24,18 @@ from elche.demo.compare import (
 from elche.demo.workload import split_edges
 from elche.errors import ConfigError
 from elche.monitor.progress import TaskProgress
-from elche.monitor.results import check_writable, print_table, to_json_text
+from elche.monitor.results import (
+    check_writable,
+    contenders_to_json,
+    print_table,
+    to_json_text,
+)
 from elche.runtime.process.launch_config import Network
 
 DEFAULT_SECONDS = 40.0
 REJECTED_CODE = 3
 MOST_TIMES = 1.5
 """elche's ranks leave a run of capped time after so many times its length."""
-STANDARD_PARAMETERS = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,6 @@ class BenchConfig:
 
     Attributes:
         speeds: relative speeds of the emulated devices, two or more.
-        policy: of elche: ``"all"``, or one of them.
         model: a workload's name.
         optimizer: every contender's, one of `OPTIMIZERS`.
         seconds: every contender trains as many samples as all devices together
@@ -64,7 +63,6 @@ class BenchConfig:
     """
 
     speeds: tuple[float, ...]
-    policy: str = "all"
     model: str = "mlp"
     optimizer: str = "adamw"
     seconds: float = DEFAULT_SECONDS
@@ -79,10 +77,6 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         devices = self.devices
-        if self.policy not in ("all", *POLICIES):
-            raise ConfigError(
-                f"unknown policy {self.policy!r}; choose all or one of {POLICIES}"
-            )
         if self.model not in WORKLOADS:
             raise ConfigError(
                 f"unknown model {self.model!r}; choose one of {', '.join(WORKLOADS)}"
@@ -141,8 +135,7 @@ class BenchConfig:
     def all_names(self) -> tuple[str, ...]:
         """Contenders that these settings know, in order."""
         alone = [f"solo-{index}" for index in range(len(self.speeds))]
-        policies = POLICIES if self.policy == "all" else (self.policy,)
-        ours = [f"elche-{policy}" for policy in policies]
+        ours = [f"elche-{policy}" for policy in POLICIES]
         return (*alone, CONTROL, "ddp", "ddp-split", *ours)
 
     @property
@@ -213,24 +206,6 @@ class BenchConfig:
         )
         return bounds.efficiency(name)
 
-    def command(self) -> str:
-        """The command line that measures the same."""
-        speeds = ",".join(f"{speed:g}" for speed in self.speeds)
-        words = ["python", "-m", "benchmarks.hetero", "--speeds", speeds]
-        words += ["--policy", self.policy, "--model", self.model]
-        words += ["--optimizer", self.optimizer] * (self.optimizer != "adamw")
-        words += ["--seconds", f"{self.seconds:g}", "--seeds", str(self.seeds)]
-        words += ["--ms-per-sample", f"{self.ms_per_sample:g}"]
-        words += ["--fixed-ms", f"{self.fixed_ms:g}"] * bool(self.fixed_ms)
-        words += ["--batch-size", str(self.batch_size)] * bool(self.batch_size)
-        if self.contenders:
-            words += ["--contenders", ",".join(self.contenders)]
-        words += ["--time-capped"] * self.time_capped
-        if self.solo_seconds is not None:
-            words += ["--solo-seconds", f"{self.solo_seconds:g}"]
-        words += ["--allow-noise"] * self.allow_noise
-        return shlex.join([*words, "--json", "-"])
-
     @property
     def title(self) -> str:
         """What is measured, in words."""
@@ -244,22 +219,6 @@ class BenchConfig:
             f" {self.samples} samples{seeds}"
         )
 
-    def values(self) -> dict[str, Any]:
-        """The settings, for JSON."""
-        return {
-            "speeds": list(self.speeds),
-            "emulated": True,
-            "command": self.command(),
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "batch_size": self.samples_per_batch,
-            "ms_per_sample": self.ms_per_sample,
-            "fixed_ms": self.fixed_ms,
-            "samples": self.samples,
-            "seconds": self.seconds,
-            "seeds": list(range(self.seeds)),
-        }
-
 
 def run_bench(
     config: BenchConfig, json_path: str | None, network: Network | None = None
@@ -268,7 +227,7 @@ def run_bench(
 
     Args:
         config: what to measure.
-        json_path: file to write, ``-`` for standard output, None for neither.
+        json_path: file to write; None for none.
         network: where the ranks meet, if not on this host's loopback.
 
     Returns:
@@ -278,7 +237,7 @@ def run_bench(
         ConfigError: the file cannot be written; nothing was measured.
         RemoteRankError: a contender failed.
     """
-    if json_path is not None and json_path != "-":
+    if json_path is not None:
         check_writable(Path(json_path))
     with TaskProgress() as progress:
         runs = _run_all(config, progress, network)
@@ -289,16 +248,11 @@ def run_bench(
         config.allow_noise,
         config.bound,
     )
-    stream = sys.stderr if json_path == "-" else sys.stdout
-    print_table(verdict.table, config.title, stream)
-    click.echo("\n" + "\n".join(verdict.remarks), file=stream)
+    print_table(verdict.table, config.title)
+    print("\n" + "\n".join(verdict.remarks))
     if json_path is not None:
-        text = to_json_text(_values(config, verdict, runs))
-        if json_path == "-":
-            click.echo(text, nl=False)
-        else:
-            Path(json_path).write_text(text)
-            click.echo(f"\nWritten: {json_path}")
+        Path(json_path).write_text(to_json_text(_values(config, verdict, runs)))
+        print(f"\nWritten: {json_path}")
     return REJECTED_CODE if verdict.rejected else 0
 
 
@@ -337,36 +291,19 @@ def _run_one(
 
     run = run_contender(name, spec, devices, on_progress, module=MODULE)
     progress.update(task, total)
-    ranks = len(run.ranks) if name == CONTROL else 1
-    rate = sum(run.rate(rank) for rank in range(ranks))
-    progress.finish(task, f"{rate:.0f} samples/s")
+    progress.finish(task, f"{rate_of(name, run):.0f} samples/s")
     return run
 
 
 def _values(
     config: BenchConfig, verdict: BenchVerdict, runs: dict[str, list[ContenderRun]]
 ) -> dict[str, Any]:
-    """The benchmark's JSON."""
-    parameters = next(iter(runs.values()))[0].ranks[0]["parameters"]
-    windows = verdict.cadence_windows
+    """The table, and everything that ranks have measured, for JSON."""
     return {
-        "contenders": verdict.contenders(),
-        **config.values(),
-        "parameters": parameters,
-        "gate": {
-            "standard": (
-                config.ms_per_sample == MS_PER_SAMPLE
-                and parameters >= STANDARD_PARAMETERS
-                and (windows is None or windows >= MIN_WINDOWS)
-            ),
-            "control": CONTROL,
-            "control_efficiency": verdict.control,
-            "min_control_efficiency": MIN_CONTROL,
-            "min_windows": MIN_WINDOWS,
-            "allow_noise": config.allow_noise,
-            "reason": verdict.reason,
-            "warnings": verdict.warnings,
-        },
-        "machine": machine(),
+        "settings": asdict(config),
+        "contenders": contenders_to_json(verdict.table),
+        "remarks": verdict.remarks,
         "rejected": verdict.rejected,
+        "runs": {name: [run.ranks for run in seeds] for name, seeds in runs.items()},
+        "machine": machine(),
     }

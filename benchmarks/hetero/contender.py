@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ class BenchSpec(ContenderSpec):
         model: a workload's name.
         shares: relative shares of a batch per rank, for ``ddp-split``.
         max_seconds: leave the run after training for so long; elche's ranks together.
-        learning_rate: instead of the workload's.
         optimizer: one of `benchmarks.hetero.workloads.OPTIMIZERS`.
         options: further settings of elche.
         sent_counter: a file that holds how many bytes a rank has sent, on each rank.
@@ -38,7 +37,6 @@ class BenchSpec(ContenderSpec):
 
     model: str
     shares: tuple[float, ...] = ()
-    learning_rate: float | None = None
     optimizer: str = "adamw"
     options: dict[str, Any] = field(default_factory=dict)
     sent_counter: str | None = None
@@ -53,9 +51,7 @@ class BenchContender(Contender):
     def _build_workload(self) -> Workload:
         spec = self.spec
         text = Path(spec.text) if spec.text else None
-        workload = build_workload(spec.model, spec.seed, spec.samples, text)
-        rate = spec.learning_rate
-        return workload if rate is None else replace(workload, learning_rate=rate)
+        return build_workload(spec.model, spec.seed, spec.samples, text)
 
     def _make_optimizers(self) -> list[Optimizer]:
         return optimizers_of(self._workload, self._model, self.spec.optimizer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from benchmarks.paired import Interval, paired_interval, spread
+from benchmarks.paired import Interval, mean_interval, spread
 from elche.demo.compare import ContenderRun
-from elche.monitor.results import ContenderResult, contenders_to_json
+from elche.monitor.results import ContenderResult
 
 MOST_OVERRUN = 0.02
 """Largest overrun, as a fraction, at which an emulation is still accurate."""
@@ -22,7 +22,6 @@ MIN_WINDOWS = 200
 
 CONTROL = "indep"
 Bound: TypeAlias = Callable[[str, Sequence[float]], float | None]
-_IN_THE_END = ("choices", "window_samples", "late_batches", "window_log")
 REFERENCE = "solo-0"
 
 
@@ -58,7 +57,7 @@ class BenchVerdict:
         self._num_devices = num_devices
         self._time_capped = time_capped
         self._rates = {
-            name: [_rate(name, run) for run in own] for name, own in runs.items()
+            name: [rate_of(name, run) for run in own] for name, own in runs.items()
         }
         self._sums = self._summed_solo_rates()
         self.control = _median(self._efficiencies(CONTROL))
@@ -100,13 +99,6 @@ class BenchVerdict:
             lines.append(f"{word}: {self.reason}")
         return lines
 
-    def contenders(self) -> dict[str, dict[str, Any]]:
-        """Everything measured, by contender, as values for JSON."""
-        return {
-            name: {**contenders_to_json([self._row(name)])[name], **self._details(name)}
-            for name in self._names
-        }
-
     def _row(self, name: str) -> ContenderResult:
         runs = self._runs[name]
         losses = self._losses(name)
@@ -134,39 +126,6 @@ class BenchVerdict:
             eval_loss=_median(losses),
             note=", ".join(remarks),
         )
-
-    def _details(self, name: str) -> dict[str, Any]:
-        runs = self._runs[name]
-        interval = self._against_reference(name)
-        details: dict[str, Any] = {
-            "emulated": True,
-            "overrun_share": statistics.median(overrun_share(run) for run in runs),
-            "sent_bytes_per_sample": statistics.median(
-                _sent_per_sample(run) for run in runs
-            ),
-            "per_seed": {
-                "samples_per_s": self._rates[name],
-                "efficiency": self._efficiencies(name),
-                "eval_loss": self._losses(name),
-                "overrun_share": [overrun_share(run) for run in runs],
-                "train_s": [run.ranks[0]["train_s"] for run in runs],
-            },
-        }
-        if name.startswith("elche-"):
-            details["windows"] = self._windows(name)
-            details["per_seed"] |= {
-                key: [run.ranks[0][key] for run in runs]
-                for key in ("windows", "sync_s", "anchor", "shares", *_IN_THE_END)
-            }
-        if interval is not None:
-            details[f"eval_loss_against_{REFERENCE}"] = {
-                "mean": interval.mean,
-                "low": interval.low,
-                "high": interval.high,
-                "confidence": 0.95,
-                "relative": True,
-            }
-        return details
 
     def _summed_solo_rates(self) -> list[float]:
         """Per seed, what all devices deliver alone; empty if one was left out."""
@@ -205,7 +164,7 @@ class BenchVerdict:
         ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
         if not all(math.isfinite(ratio) for ratio in ratios):
             return None
-        return paired_interval(ratios, [1.0] * len(ratios))
+        return mean_interval([ratio - 1.0 for ratio in ratios])
 
     def _windows(self, name: str) -> float | None:
         """Median number of windows; None for contenders without."""
@@ -247,7 +206,7 @@ class BenchVerdict:
         return warnings
 
 
-def _rate(name: str, run: ContenderRun) -> float:
+def rate_of(name: str, run: ContenderRun) -> float:
     """Samples per second of a run; the control's ranks each count for themselves."""
     ranks = len(run.ranks) if name == CONTROL else 1
     return sum(run.rate(rank) for rank in range(ranks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,32 +60,13 @@ class LinkBenchConfig(BenchConfig):
             spec, samples=samples, options=options, sent_counter=str(SENT_BYTES)
         )
 
-    def values(self) -> dict[str, Any]:
-        """The settings, for JSON."""
-        return {
-            **super().values(),
-            "link_mbit": self.link_mbit,
-            "codec": self.codec,
-        }
-
-    def command(self) -> str:
-        """The command line that measures the same."""
-        _, _, _, *words = shlex.split(super().command())
-        words += ["--link-mbit", f"{self.link_mbit:g}", "--codec", self.codec]
-        return shlex.join(["python", "-m", "benchmarks.links", *words])
-
-    def reduction_s(self, name: str, hosts: int | None = None) -> float:
-        """Least time of a sum of the model's gradients, encoded under elche.
-
-        Args:
-            name: of the contender.
-            hosts: that sum, each on a link; None: every rank.
-        """
+    def reduction_s(self, name: str) -> float:
+        """Least time of a sum of the model's gradients, encoded under elche."""
         workload = build_workload(self.model)
         numel = sum(p.numel() for p in workload.model_fn().parameters())
-        places = hosts or self.devices.count
+        ranks = self.devices.count
         codec = CODECS[self.codec if name.startswith("elche-") else "fp32"]
-        sent_bytes = 2.0 * (places - 1) / places * codec.encoded_bytes(numel)
+        sent_bytes = 2.0 * (ranks - 1) / ranks * codec.encoded_bytes(numel)
         return sent_bytes * 8.0 / (1e6 * self.link_mbit)
 
 

@@ -1,13 +1,12 @@
 """elche's pipeline beside torch.distributed.pipelining's, on unequal emulated devices.
 
 python -m benchmarks.pipeline
-python -m benchmarks.pipeline --speeds 1,1,1,0.5 --schedule zb-v --json out.json
+python -m benchmarks.pipeline --speeds 1,1,1,0.5 --schedule zb-v
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 
 from benchmarks.pipeline.bench import run_pipeline_bench
 from benchmarks.pipeline.plan import PipelineBenchConfig
@@ -18,8 +17,8 @@ def speeds_of(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def main() -> int:
-    """Measures, prints the table, writes JSON where asked."""
+def main() -> None:
+    """Measures, and prints the table."""
     usual = PipelineBenchConfig(speeds=(1.0, 1.0, 1.0, 1 / 3))
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--speeds", type=speeds_of, default=usual.speeds)
@@ -35,11 +34,8 @@ def main() -> int:
         help="layers' activations each device may hold in elche's plan, 0 for no limit;"
         " default: as in torch's equal split",
     )
-    parser.add_argument("--json", help="file for the figures; - is standard output")
-    settings = vars(parser.parse_args())
-    json_path = settings.pop("json")
-    return run_pipeline_bench(PipelineBenchConfig(**settings), json_path)
+    run_pipeline_bench(PipelineBenchConfig(**vars(parser.parse_args())))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,12 +8,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
-
-import click
 
 from benchmarks.pipeline.plan import (
     BY_HAND,
@@ -24,10 +22,10 @@ from benchmarks.pipeline.plan import (
     PipelineBenchConfig,
     make_bench_plan,
 )
-from elche.demo.compare import STDERR_TAIL_LINES, machine
+from elche.demo.compare import STDERR_TAIL_LINES
 from elche.errors import RemoteRankError
 from elche.monitor.progress import TaskProgress
-from elche.monitor.results import check_writable, to_json_text
+from elche.monitor.run_view import aligned
 from elche.runtime.process.launch import launch
 from elche.runtime.process.launch_config import (
     LaunchConfig,
@@ -36,10 +34,6 @@ from elche.runtime.process.launch_config import (
 )
 
 RankResults = dict[str, list[Any]]
-_COLUMNS = (
-    *("contender", "makespan", "mean idle", "busiest idle"),
-    *("/fluid ideal", "/whole-layer ideal"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,35 +95,17 @@ def measured_of(results: Sequence[RankResults], name: str) -> Measured:
     )
 
 
-def run_pipeline_bench(config: PipelineBenchConfig, json_path: str | None) -> int:
-    """The command: measures, prints the table, writes the JSON.
-
-    Args:
-        config: what to measure.
-        json_path: file to write, ``-`` for standard output, None for neither.
-
-    Returns:
-        The exit code, 0.
+def run_pipeline_bench(config: PipelineBenchConfig) -> None:
+    """The command: measures, and prints the table.
 
     Raises:
-        ConfigError: no plan fits, or the file cannot be written; nothing was measured.
+        ConfigError: no plan fits; nothing was measured.
         RemoteRankError: a rank failed.
     """
-    if json_path is not None and json_path != "-":
-        check_writable(Path(json_path))
     plan = make_bench_plan(config)
     results = run_ranks(config)
     found = {name: measured_of(results, name) for name in CONTENDERS}
-    stream = sys.stderr if json_path == "-" else sys.stdout
-    click.echo("\n".join(table_lines(config, plan, found)), file=stream)
-    if json_path is not None:
-        text = to_json_text(_values(config, plan, found))
-        if json_path == "-":
-            click.echo(text, nl=False)
-        else:
-            Path(json_path).write_text(text)
-            click.echo(f"\nWritten: {json_path}")
-    return 0
+    print("\n".join(table_lines(config, plan, found)))
 
 
 def run_ranks(config: PipelineBenchConfig) -> list[RankResults]:
@@ -182,25 +158,19 @@ def table_lines(
 ) -> list[str]:
     """The table and what it says, as lines of text."""
     speeds = ", ".join(f"{speed:g}" for speed in config.speeds)
-    rows = [list(_COLUMNS)]
-    for name, one in found.items():
-        rows.append(
-            [
-                *(name, f"{one.makespan_s:.3f} s"),
-                *(f"{one.idle:.3f}", f"{one.bubble:.3f}"),
-                f"{one.makespan_s / plan.ideal_s:.3f}",
-                f"{one.makespan_s / plan.partition_ideal_s:.3f}",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    drawn = [
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+    steps = found.values()
+    over_fluid = [f"{one.makespan_s / plan.ideal_s:.3f}" for one in steps]
+    over_whole = [f"{one.makespan_s / plan.partition_ideal_s:.3f}" for one in steps]
+    columns = [
+        ("contender", "<", [*found]),
+        ("makespan", ">", [f"{one.makespan_s:.3f} s" for one in steps]),
+        ("mean idle", ">", [f"{one.idle:.3f}" for one in steps]),
+        ("busiest idle", ">", [f"{one.bubble:.3f}" for one in steps]),
+        ("/fluid ideal", ">", over_fluid),
+        ("/whole-layer ideal", ">", over_whole),
     ]
     ours = found[ELCHE]
+    overrun = max(one.overrun_share for one in steps)
     times = {name: one.makespan_s / ours.makespan_s for name, one in found.items()}
     equal = min(TORCH_CONTENDERS, key=times.__getitem__)
     by_hand = min(BY_HAND, key=times.__getitem__)
@@ -213,7 +183,7 @@ def table_lines(
         f"of speeds {speeds} ({config.ms_per_layer:g} ms each for F, I and W of a "
         f"layer at speed 1), medians of {config.repetitions}",
         "",
-        *drawn,
+        *aligned(columns),
         "",
         f"fluid ideal (layers divide as speeds do): {plan.ideal_s:.3f} s; whole-layer "
         f"ideal: {plan.partition_ideal_s:.3f} s; mean idle is what papers call bubble",
@@ -224,6 +194,7 @@ def table_lines(
         + f" layers' activations held (torch's equal split: about {config.layers})",
         f"elche: predicted from declared times {plan.predicted_s:.3f} s, measured "
         f"{ours.makespan_s:.3f} s",
+        f"most real compute beyond the declared time: {overrun:.1%} of the busy time",
         f"elche: {times[equal]:.2f} times as fast as {equal} on an equal split, "
         f"{times[by_hand]:.2f} times as fast as {by_hand}",
     ]
@@ -244,34 +215,3 @@ def _check(result: LaunchResult, out: Path) -> None:
         lines += [f"--- last output of rank {rank} ---"]
         lines += said.splitlines()[-STDERR_TAIL_LINES:] or ["(nothing)"]
     raise RemoteRankError("\n".join(lines), own[0])
-
-
-def _values(
-    config: PipelineBenchConfig, plan: BenchPlan, found: dict[str, Measured]
-) -> dict[str, Any]:
-    """The benchmark's JSON."""
-    contenders = {
-        name: {
-            **asdict(one),
-            "makespan_s": one.makespan_s,
-            "bubble": one.bubble,
-            "mean_idle": one.idle,
-            "makespan_over_ideal": one.makespan_s / plan.ideal_s,
-            "makespan_over_partition_ideal": one.makespan_s / plan.partition_ideal_s,
-        }
-        for name, one in found.items()
-    }
-    return {
-        **asdict(config),
-        "contenders": contenders,
-        "declared_s": plan.predicted_s,
-        "declared_bubble": plan.predicted_bubble,
-        "ideal_s": plan.ideal_s,
-        "partition_ideal_s": plan.partition_ideal_s,
-        "schedule": plan.schedule.name,
-        "partition": plan.sizes,
-        "placement": plan.schedule.placement,
-        "peak_layers": plan.peak_layers,
-        "command": sys.argv,
-        "machine": machine(),
-    }

@@ -151,7 +151,6 @@ class BenchPlan:
         sizes: layers of each stage.
         costs: of the stages, in the schedule's placement.
         predicted_s: makespan.
-        predicted_bubble: share of it in which the busiest device idles.
         peak_layers: most layers' activations that each device holds.
         ideal_s: work over the sum of the speeds, as if layers could be cut anywhere.
         partition_ideal_s: likewise with whole layers: the busiest device's work in the
@@ -162,7 +161,6 @@ class BenchPlan:
     sizes: tuple[int, ...]
     costs: PipelineCosts
     predicted_s: float
-    predicted_bubble: float
     peak_layers: tuple[float, ...]
     ideal_s: float
     partition_ideal_s: float
@@ -200,7 +198,6 @@ def make_bench_plan(config: PipelineBenchConfig) -> BenchPlan:
             memory=tuple(limits[rank] for rank in by_device) if limits else (),
         ),
         predicted_s=chosen.step_s,
-        predicted_bubble=timing.bubble_makespan,
         peak_layers=tuple(timing.peak_activations[rank] for rank in by_device),
         ideal_s=ideal_step_s(profile, config.microbatches),
         partition_ideal_s=whole_layer_ideal_s(config),

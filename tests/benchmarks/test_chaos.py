@@ -102,7 +102,7 @@ def test_a_rank_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["cadence", "async", "sync"])
 def test_half_a_minute_of_chaos(policy: str) -> None:
-    found = measure(ChaosConfig(minutes=0.5, ranks=4, mtbf_s=4.0, policy=policy))
-    assert found["kills"], "nobody was killed"
-    assert found["joins"], "nobody has joined"
-    assert not found["faults"], table(found)
+    runs = measure(ChaosConfig(minutes=0.5, ranks=4, mtbf_s=4.0, policy=policy))
+    assert any(run.kills for run in runs), "nobody was killed"
+    assert any(run.joins for run in runs), "nobody has joined"
+    assert not any(run.faults() for run in runs), table(runs)

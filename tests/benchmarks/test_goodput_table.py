@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +31,6 @@ def asked(**settings: Any) -> argparse.Namespace:
         "solo_seconds": 3.0,
         "budget_s": 1e9,
         "min_control": 0.98,
-        "samples_equal": False,
-        "before": None,
     }
     return argparse.Namespace(**{**known, **settings})
 
@@ -73,7 +70,7 @@ def test_the_star_has_at_most_forty_cells_that_can_be_measured() -> None:
     cells = [(setting, name) for setting in SETTINGS for name in setting.contenders]
     assert len(cells) <= 40
     for setting, name in cells:
-        config = setting.config(name, seconds=8.0, alone_s=3.0, time_capped=True)
+        config = setting.config(name, seconds=8.0, alone_s=3.0)
         assert config.spec(config.names[0], 0).optimizer == setting.optimizer
         assert config.bound(config.names[0], [100.0] * len(setting.speeds)) is not None
     varied = [
@@ -141,7 +138,7 @@ def test_the_figures_of_a_row() -> None:
         records, {**RATES, "sync": [110.0, 114.0], "async": [120.0, 124.0]}, repeats=2
     )
     table_of_two.measure([PAIR])
-    sync, windows = table([PAIR], records, with_loss=False, seconds=8.0)
+    sync, windows = table([PAIR], records, seconds=8.0)
     assert sync.efficiency.mean == pytest.approx(112.0 / 125.0)
     assert sync.efficiency.high - sync.efficiency.mean == pytest.approx(
         12.7062 * 2.0 / 125.0, rel=1e-4
@@ -161,26 +158,3 @@ def test_the_figures_of_a_row() -> None:
 def test_one_run_has_no_interval() -> None:
     assert mean_interval([0.9]).mean == 0.9
     assert mean_interval([0.9]).high == float("inf")
-
-
-def test_the_older_code_is_run_by_its_own_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[tuple[list[str], Path]] = []
-
-    def run(command: list[str], *, cwd: Path, **_: Any) -> argparse.Namespace:
-        commands.append((command, cwd))
-        found = {"samples_per_s": 99.0, "overrun_share": 0.0, "eval_loss": None}
-        seen = {"windows": [7], "choices": [[]], "window_samples": [64.0]}
-        per_seed = {**seen, "late_batches": [[0.5, 0.0]]}
-        values = {"contenders": {"x": {**found, "per_seed": per_seed}}}
-        return argparse.Namespace(stdout=json.dumps(values))
-
-    monkeypatch.setattr("benchmarks.goodput_table.__main__.subprocess.run", run)
-    records = Records(None)
-    Measured(records, RATES, before=tmp_path).measure([PAIR])
-    assert records.repeats("pair", "async before")[0].window_batches == 4.0
-    (words, where) = commands[-1]
-    assert where == tmp_path.resolve()
-    assert f"PYTHONPATH={where / 'src'}" in words
-    assert words[words.index("--contenders") + 1] == "elche-async"

@@ -136,6 +136,20 @@ def test_it_begins_under_sync_and_says_what_it_picks(
         assert report.goodput > 1.6
 
 
+@pytest.mark.parametrize(
+    ("speeds", "sync_batches", "jitter"),
+    [((1.0, 0.9), 0.1, 0.2), ((1.0,) * 6, 0.02, 0.4)],
+)
+def test_jitter_that_both_predictions_share_does_not_keep_sync(
+    speeds: tuple[float, ...], sync_batches: float, jitter: float
+) -> None:
+    # Once it kept sync for good, which was 9 and 23 % slower.
+    cluster = cluster_of(
+        *speeds, sync_batches=sync_batches, jitter=jitter, samples=600 * BATCH_SAMPLES
+    )
+    assert policies(run(cluster)) == ["sync", "async"]
+
+
 def test_a_bad_link_is_left_after_the_first_step() -> None:
     """Of one step nobody knows what is fixed: windows must be better at the worst."""
     report = run(cluster_of(1.0, 0.5, sync_batches=60.0, epochs=4))

@@ -25,6 +25,10 @@ BELOW_ONE_GAIN = 0.02
 to it."""
 OTHER_DEVICE_GAIN = 0.25
 """Least gain to switch to another device alone, whose time is extrapolated."""
+DOUBT_IN_COMMON = 0.5
+"""Part of the doubt that counts between choices of several ranks. Both predictions use
+the same ranks' times, so they differ by the doubt of a reduction's time only.
+"""
 ROUNDING = 1e-9
 NAMED_RANKS = 4
 """Most excluded ranks that a reason names; beyond, it gives their number."""
@@ -255,13 +259,16 @@ def _is_same(option: Prediction, other: Prediction) -> bool:
 def _is_clear(option: Prediction, other: Prediction, doubt: float) -> bool:
     """True if ``option`` is better by the margin, and beats ``sync`` even at worst.
 
-    The margin is at least the doubt of the measured times.
+    The margin is at least the doubt of the measured times, or a part of it where both
+    predictions use the same ones.
     """
     if other.policy == "sync" and option.policy != "sync":
         known = option.sample_efficiency
         at_worst = option.goodput / (known + SAMPLE_COST_SAFETY * (1.0 - known))
         if at_worst < other.goodput:
             return False
+    if len(other.ranks) > 1:
+        doubt *= DOUBT_IN_COMMON
     return option.goodput >= (1.0 + max(MARGIN, doubt)) * other.goodput
 
 

@@ -86,6 +86,33 @@ def test_more_buckets_than_messages_are_summed(ranks2: RankPool) -> None:
         assert gradients == pytest.approx(known, rel=1e-12)
 
 
+def _weightless() -> list[torch.Tensor]:
+    """Rank 0 weighs nothing, and its gradient is no number."""
+    with torch_world():
+        ddp = DistributedDataParallel(_model())
+        found = []
+        for _ in range(2):  # the first pass knows all weights, the next guesses
+            ddp.zero_grad()
+            x = torch.arange(24.0).view(4, FEATURES).sin()
+            is_first = this_place().rank == 0
+            if is_first:
+                ddp.set_weight(0.0)
+            loss = ddp(x).sum() * (float("nan") if is_first else 1.0)
+            loss.backward()
+            found += [p.grad.clone() for p in ddp.parameters()]
+        return found
+
+
+def test_a_rank_that_weighs_nothing_sends_zeros_not_nothing_times_nan(
+    ranks2: RankPool,
+) -> None:
+    first, second = ranks2.run(_weightless, case_setup=meeting)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+        assert bool(one.isfinite().all())
+    assert any(bool(one.any()) for one in first)
+
+
 def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA stream that is being captured, which this machine has not got."""
     streams.refuse_capture()

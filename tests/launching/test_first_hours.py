@@ -21,9 +21,14 @@ for name in sys.argv[1:]:
     open(name).close()
 torch.distributed.init_process_group("gloo")
 elche.init_group()
+rank = elche.rank()
+model = elche.DistributedDataParallel(torch.nn.Linear(1, 1))
+model(torch.full((1 + rank, 1), 3.0 * rank)).mean().backward()
+mean = model.module.weight.grad.item()  # over three samples, of which one is 0
 elche.barrier()
+torch.distributed.destroy_process_group()
 # One write: ranks share the terminal.
-sys.stdout.write(f"{__package__} {elche.rank()} {elche.world_size()}\\n")
+sys.stdout.write(f"{__package__} {rank} {elche.world_size()} {mean:.3f}\\n")
 """
 FUNCTION = """
 import elche
@@ -49,7 +54,7 @@ def test_a_module_waits_for_rank_0_before_the_run(
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "train.py").write_text(MODULE)
     output = _python(tmp_path, f"-m {launcher} -m pack.train one two")
-    assert sorted(output.splitlines()) == ["pack 0 2", "pack 1 2"]
+    assert sorted(output.splitlines()) == ["pack 0 2 2.000", "pack 1 2 2.000"]
 
 
 def test_launch_from_standard_input(tmp_path: Path) -> None:

@@ -137,6 +137,19 @@ def test_lbfgs_begins_anew_when_a_mean_is_adopted(mean_over: int) -> None:
     assert bool(optimizer.state) == (mean_over == 1)
 
 
+def test_a_rank_whose_parameters_are_no_numbers_takes_those_of_the_others() -> None:
+    ranks = [made(group) for group in Bus(2).groups()]
+    for (parameter, averager, _), by in zip(ranks, (2.0, float("nan")), strict=True):
+        moved(parameter, by)
+        assert averager.snapshot(1.0) is (by == 2.0)
+    plans = [plan(weight=weight, active_ranks=1) for weight in (1.0, 0.0)]
+    for (_, averager, _), each in zip(ranks, plans, strict=True):
+        averager.begin(each)
+    found = [a.finish(p).divergence for (_, a, _), p in zip(ranks, plans, strict=True)]
+    assert str(found) == "[0.0, nan]"
+    assert [parameter.tolist() for parameter, _, _ in ranks] == [[3.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize(("by", "held"), [(2.0, 6.0), (float("nan"), 5.0)])
 def test_a_result_of_another_rank_keeps_steps_that_are_numbers(
     by: float, held: float, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Uncompiled(MetaPathFinder, Loader):
-    """A `torch._dynamo` of what optimizers and groups use, and no more."""
+    """A `torch._dynamo` of what optimizers, groups and wrappers use, and no more."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: object = None
@@ -29,6 +29,7 @@ class Uncompiled(MetaPathFinder, Loader):
         module.disable = lambda fn, *_, **__: fn
         module.graph_break = lambda: None
         module.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+        module.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")
 
 
 sys.meta_path.insert(0, Uncompiled())

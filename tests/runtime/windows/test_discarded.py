@@ -15,6 +15,8 @@ from tests.distributed.cases.tasks import (
     Task,
     begin,
     identical,
+    state_of,
+    take_step,
 )
 from tests.harness.rank_pool import RankPool
 from tests.harness.serving import serve_in_thread
@@ -196,3 +198,35 @@ def test_no_batch_is_blamed_for_a_model_that_was_lost_before(
     task = task_of(policy=policy, update=update, non_finite="leave_out")
     ends = ranks2.run(train_on_a_lost_model, task, case_setup=serve_in_thread)
     assert all("samples" not in said for said in ends)
+
+
+def train_on_bad_beginning(task: Task) -> tuple[dict[str, torch.Tensor], int]:
+    """An epoch whose first two batches are no numbers, BatchNorm in the way of them.
+
+    Returns:
+        The model, and how many batches were discarded.
+    """
+    model, optimizer, loader = begin(task, **task.options)
+    for x, y, index, _ in loader:
+        x[index < 2 * task.batch_size] = float("nan")
+        take_step(model, optimizer, x, y)
+    state = state_of(model)
+    gone = sum(elche.epoch_metrics().discarded_samples) // task.batch_size
+    elche.shutdown()
+    return state, gone
+
+
+@pytest.mark.parametrize("update", ["parameters", "gradients"])
+def test_statistics_outlive_a_window_that_is_discarded_whole(
+    ranks2: RankPool, update: str
+) -> None:
+    task = Task(samples=160, batch_size=8, model="norm", shuffle=False)
+    options = {"policy": "cadence", "update": update, "deterministic": True}
+    options |= {"non_finite": "leave_out", "local_batch_size": task.batch_size}
+    task = dataclasses.replace(task, options=options)
+    ranks = ranks2.serve(train_on_bad_beginning, task)
+    states, gone = [state for state, _ in ranks], ranks[0][1]
+    assert identical(states)
+    assert all(torch.isfinite(value).all() for value in states[0].values())
+    assert 2 <= gone < 20
+    assert int(states[0]["1.num_batches_tracked"]) == 20 - gone

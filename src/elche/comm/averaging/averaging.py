@@ -318,6 +318,12 @@ class Averager(WindowSync):
         """Returns indices of buffers written since they were last averaged."""
         return self._buffers.changed()
 
+    def _wait(self) -> None:
+        """Waits for all sums; parameters and buffers are still unchanged."""
+        self._buffers.wait()
+        for group in self._groups:
+            group.exchange.wait(WHAT)
+
     @torch.no_grad()
     def finish(self, plan: Reduce, *, is_drained: bool = False) -> SyncResult:
         """Waits for all sums and adopts them.
@@ -328,9 +334,7 @@ class Averager(WindowSync):
             CommunicationError: a rank failed or timed out; nothing is changed then.
         """
         rule, consensus = OuterStep.of(plan), ConsensusSums()
-        self._buffers.wait()
-        for group in self._groups:
-            group.exchange.wait(WHAT)
+        self._wait()
         keeps_steps = self.is_overlapped and not is_drained
         for group in self._groups:
             adopt = group.correct if keeps_steps else group.replace

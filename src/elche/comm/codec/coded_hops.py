@@ -123,7 +123,7 @@ class CodedHops:
         ]
         for rank, message in self._offers.items():
             self._encode_offer(message)
-            self._offered.append(self._begun("send", rank, message, 0))
+            self._offered.append(self._send(rank, message, 0))
 
     @property
     def is_ready(self) -> bool:
@@ -208,9 +208,7 @@ class CodedHops:
         message.exact.copy_(self.exact)
         message.seal(self.total, self._number)
         self.has_summed = True
-        self._sum_sends = [
-            self._begun("send", rank, message, 1) for rank in self._gathered
-        ]
+        self._sum_sends = [self._send(rank, message, 1) for rank in self._gathered]
 
     def _sum_of(
         self, chunk: range, messages: list[CodedMessage | None], mean: float
@@ -242,6 +240,9 @@ class CodedHops:
     @property
     def _own_exact(self) -> torch.Tensor:
         return self._contribution[self._numel : -1]
+
+    def _send(self, to: int, message: CodedMessage, hop: int) -> Transfer:
+        return self._begun("send", to, message, hop)
 
     def _begun(self, call: str, peer: int, message: CodedMessage, hop: int) -> Transfer:
         """Begins to send or to receive a message."""

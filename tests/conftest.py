@@ -100,9 +100,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fails a test that leaves a child process or a non-daemon thread."""
+    """Ends what a test left open; fails one that leaves a process or a thread."""
     before = leaks.snapshot(pool_pids())
     yield
+    leaks.end_runs()
     left = leaks.leaks_since(before, LEAK_GRACE_S, pool_pids)
     assert not left, "the test left behind:\n" + "\n".join(left)
 

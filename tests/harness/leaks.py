@@ -36,6 +36,19 @@ class Snapshot:
 NOTHING = Snapshot(frozenset(), frozenset())
 
 
+def end_runs() -> None:
+    """Ends a run and pipelines that a test left open, which the next ones would find.
+
+    Pure tests import no torch.
+    """
+    if session := sys.modules.get("elche.session.process"):
+        session.shutdown()
+    if states := sys.modules.get("elche.pipeline.checkpoints.pipeline_state"):
+        for one in [*states._open]:
+            if state := one():
+                state.close(has_failed=True)
+
+
 def adopt_orphans() -> bool:
     """Make this process the parent of its descendants' orphans (Linux).
 

@@ -197,3 +197,27 @@ def test_checkpoints_are_events(tmp_path: Path) -> None:
     assert len({*found}) == len(found)
     assert found[-1].startswith(f"saved/{last}: epoch ")
     assert not texts("error")  # the stop was asked for
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_a_throttled_rank_is_an_event(tmp_path: Path) -> None:
+    script, slow = Path(__file__).parent / "cases" / "slowed.py", tmp_path / "slow"
+    words = f"elche run --quiet --nproc 2 --events {tmp_path} {script} {slow}"
+
+    def history() -> RunHistory:
+        return read(tmp_path) if (tmp_path / NAME).exists() else RunHistory()
+
+    def is_said(name: str) -> bool:
+        return any((e["name"], e["rank"]) == (name, 1) for e in history().events)
+
+    with started(tmp_path, [sys.executable, "-m", *words.split()]) as (run,):
+        until(lambda: sum(w["duration_s"] for w in history().windows) > 10, poll_s=0.2)
+        assert not is_said("slower")
+        slow.touch()
+        until(lambda: is_said("slower"), poll_s=0.2)
+        slow.unlink()
+        until(lambda: is_said("faster"), poll_s=0.2)
+        run.process.send_signal(signal.SIGTERM)
+        run.process.wait(100)

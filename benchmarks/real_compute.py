@@ -2,8 +2,10 @@
 
     python -m benchmarks.real_compute --quota 1,0.3
     python -m benchmarks.real_compute --loader-ms 0,0.6 --rate steady
+    python -m benchmarks.real_compute --quota 1,0.3 --slow-s 20,50 --seconds 100
 
-A rank is held to a part of its core (`benchmarks.throttle`), or its data set takes so
+The last one slows the rank in this time only, and compares `sync` with the fast rank. A
+rank is held to a part of its core (`benchmarks.throttle`), or its data set takes so
 long for every sample. The loop sets its learning rate by hand, unless ``--rate steady``
 is given. Each rank needs a core. The bounds are of a line through the times of two
 batch sizes that each device runs alone. glibc keeps its memory for all alike: what
@@ -19,11 +21,12 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import nn
 from torch.utils.data import Dataset
 
 from benchmarks.hetero.bounds import ContenderBounds
@@ -42,8 +45,10 @@ SAMPLES = 400_000
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 SMALL = 4
 """The second batch size alone is this part of the first."""
-SETTLED_S = 10.0
-"""Training (s) after which shares and excluded ranks have to be right."""
+BIN_S = 5.0
+"""Throughput is shown of every so many seconds."""
+SETTLED_BINS = 2
+"""After these, shares and excluded ranks have to be right."""
 ASK_EVERY = 8
 """Steps between two checks whether DDP's ranks stop: each is a reduction."""
 
@@ -69,7 +74,7 @@ class SlowedContender(BenchContender):
         super().__init__(spec)
         if os.environ.get("RATE") == "steady":
             self._rates = []  # the loop sets none
-        self._settled: list[tuple[float, int]] = []
+        self._bins: list[tuple[float, int]] = []
         self._asked = 0
 
     def _is_last(self, train_s: float) -> bool:
@@ -86,28 +91,26 @@ class SlowedContender(BenchContender):
 
     def _count(self, samples: int) -> None:
         super()._count(samples)
-        if self._clock() - self._began_s >= SETTLED_S:
-            self._settled.append((self._clock(), self._progress_samples()))
-
-    def _segment(self, model: nn.Module, loader: Any) -> None:
-        self._began_s = self._clock()
-        super()._segment(model, loader)
+        now_s = self._clock()
+        if not self._bins or now_s >= self._bins[-1][0] + BIN_S:
+            self._bins.append((now_s, self._progress_samples()))
 
     def _details(self, run: Run | None) -> dict[str, Any]:
-        settled_rate = 0.0
-        if len(self._settled) > 1:
-            (begin_s, first), (end_s, last) = self._settled[0], self._settled[-1]
-            settled_rate = (last - first) / (end_s - begin_s)
-        return {**super()._details(run), "settled_rate": settled_rate}
+        rates = [
+            (later[1] - before[1]) / (later[0] - before[0])
+            for before, later in pairwise(self._bins)
+        ]
+        return {**super()._details(run), "rates": rates}
 
     def _build_workload(self) -> Workload:
         workload, place = super()._build_workload(), read_placement().rank
         quota, loader_ms = json.loads(os.environ["SLOWED"])[place]
         if quota < 1:
             words = [sys.executable, "-m", "benchmarks.throttle", str(quota)]
+            words += os.environ["SLOW_S"].split(",")
             held = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
             assert held.stdout is not None
-            sys.stderr.write(f"held by {held.stdout.readline()}")
+            held.stdout.readline()
         if not loader_ms:
             return workload
         slow = SlowDataset(workload.train_dataset, loader_ms / 1e3)
@@ -162,6 +165,12 @@ class RealBench:
             bound=lambda name, alone: bounds.efficiency(name),
         )
 
+    def compare(self) -> None:
+        """Runs `sync` between two runs of the fast rank alone."""
+        self._alone(0)
+        self._run("elche-sync", kind="elche", policy="sync")
+        self._alone(0)
+
     def _alone(self, rank: int, batch_size: int | None = None) -> ContenderRun:
         return self._run(
             f"solo-{rank}", rank, kind="solo", batch_size=batch_size or self._batch_size
@@ -180,10 +189,12 @@ class RealBench:
             **{"batch_size": self._batch_size, **settings},
         )
         run = run_contender(name, spec, devices, module="benchmarks.real_compute")
-        settled = run.ranks[0]["settled_rate"]
+        rates = run.ranks[0]["rates"]
+        settled = f"{mean(rates[SETTLED_BINS:]):.0f}" if rates[SETTLED_BINS:] else "?"
         print(
-            f"{name} {spec.batch_size}: {run.rate():.0f} samples/s"
-            + f", {settled:.0f} after {SETTLED_S:g} s" * (settled > 0),
+            f"{name} {spec.batch_size}: {run.rate():.0f} samples/s, {settled} after "
+            f"{SETTLED_BINS * BIN_S:g} s; by {BIN_S:g} s:",
+            *(f"{rate:.0f}" for rate in rates),
             file=sys.stderr,
         )
         return run
@@ -199,14 +210,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quota", type=numbers, default=[1.0, 1.0])
     parser.add_argument("--loader-ms", type=numbers, default=[0.0, 0.0])
+    parser.add_argument("--slow-s", help="FROM,UNTIL")
     parser.add_argument("--rate", choices=("moves", "steady"), default="moves")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=12.0)
     asked = parser.parse_args()
     os.environ.update({**KEPT, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()})
-    os.environ["RATE"] = asked.rate
+    os.environ.update({"RATE": asked.rate, "SLOW_S": asked.slow_s or "0,inf"})
     slowed = list(zip(asked.quota, asked.loader_ms, strict=True))
-    verdict = RealBench(slowed, asked.batch_size, asked.seconds).measure()
+    bench = RealBench(slowed, asked.batch_size, asked.seconds)
+    if asked.slow_s:
+        bench.compare()
+        return
+    verdict = bench.measure()
     title = f"mlp on real CPU ranks (quota, loader ms): {slowed}"
     print_table(verdict.table, title)
     print("\n" + "\n".join(w for w in verdict.remarks if not w.startswith("Emulated")))

@@ -1,6 +1,8 @@
 """A process held to a part of a core: by a cgroup's quota, or stopped and continued.
 
-python -m benchmarks.throttle QUOTA          holds its parent until that has ended
+python -m benchmarks.throttle QUOTA [FROM_S UNTIL_S]
+
+Holds its parent, from and until so many seconds from now, or until that has ended.
 """
 
 from __future__ import annotations
@@ -48,17 +50,23 @@ def enter_cgroup(pid: int, quota: float) -> Path | None:
 
 
 def main() -> None:
-    """Holds the parent until it has ended."""
+    """Holds the parent."""
     quota, pid = float(sys.argv[1]), os.getppid()
-    folder = enter_cgroup(pid, quota)
-    print("cgroup" if folder else "signals", flush=True)
+    from_s, until_s = map(float, sys.argv[2:] or ("0", "inf"))
+    print("held", flush=True)
+    began_s = time.monotonic()
+    time.sleep(from_s)
     with contextlib.suppress(ProcessLookupError):
-        while os.getppid() == pid:
+        folder = enter_cgroup(pid, quota)
+        while os.getppid() == pid and time.monotonic() < began_s + until_s:
             if folder is None:
                 stop_and_go(pid, quota)
             else:
                 time.sleep(0.1)
-    if folder is not None:
+        if folder is None:
+            return
+        if os.getppid() == pid:
+            (folder.parent / "cgroup.procs").write_text(str(pid))
         time.sleep(0.1)  # until its last thread has gone
         folder.rmdir()
 

@@ -282,11 +282,16 @@ class Balancer:
             saved_s = self._models[last].saved(batch_samples, reduce_s)
         return max(ends) * min(self.costs_s()) - saved_s
 
-    def least_s(self, batch_samples: int) -> list[float]:
-        """Predicts the time (s) of each rank's least share."""
-        least = [self._minimum(batch_samples)] * self.world_size
+    def given_s(self, batch_samples: int, share: int = 0) -> list[float]:
+        """Predicts the time (s) of each rank's share; 0: of its least share."""
+        parts = [share or self._minimum(batch_samples)] * self.world_size
         cheapest_s = min(self.costs_s())
-        return [end * cheapest_s for end in self._ends(least, self._times())]
+        return [end * cheapest_s for end in self._ends(parts, self._times())]
+
+    def forget(self, rank: int) -> None:
+        """Discards a rank's measurements; its next share is that of a new rank."""
+        self._models[rank].forget()
+        self._decided.clear()
 
     def limit(self, rank: int, samples: int) -> None:
         """Lowers the cap of a rank's device; a cap never rises again."""

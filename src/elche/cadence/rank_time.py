@@ -110,16 +110,20 @@ class RankTime:
     )
 
     def __init__(self, recent: int = RECENT_STEPS) -> None:
+        self._most_recent = recent
+        self.forget()
+
+    def forget(self) -> None:
+        """Discards all measurements: the rank may have any speed."""
         self._levels = [0.0]
         self._against = [0.0]
         self._shape = 0
         self.last_samples = self._smallest = self._largest = 0
         self._noise = USUAL_NOISE
         self._untold = 1.0
-        self._most_recent = recent
         self._recent: list[tuple[int, float]] = []
         self.is_settled = False
-        self.is_warm = recent == 1
+        self.is_warm = self._most_recent == 1
 
     @property
     def is_measured(self) -> bool:

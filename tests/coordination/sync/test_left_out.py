@@ -34,7 +34,9 @@ class Core:
         self.left_out = ExcludedRanks(self.ranks, agreed, self.shares)
         self.now_s = 0.0
         self.slow_s, self.wait_s = SLOW_S, wait_s
+        self.slow_sample_s = 0.0
         self.reduce_s = 0.0  # of busy time, unless a rank is alone
+        self.parts: list[tuple[int, ...]] = []  # of each step
 
     def epoch(self, number: int, steps: int = 100, unknown: str = "") -> list[LeaveOut]:
         """An epoch of steps of 32 samples that take a millisecond each."""
@@ -44,8 +46,9 @@ class Core:
             if self.left_out.is_leaving:
                 told += self.left_out.leave()
             parts = self.shares.of(32, max(self.ranks) + 1)
+            self.parts.append(parts)
             busy_s = [0.001 * part for part in parts]
-            busy_s[-1] += self.slow_s
+            busy_s[-1] += self.slow_s + self.slow_sample_s * parts[-1]
             are_several = len(self.left_out.ranks) < len(self.ranks) - 1
             reduce_s = self.reduce_s * are_several
             done = [
@@ -81,6 +84,31 @@ def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> N
     lines = [line for number in range(1, 40) for line in reasons(core.epoch(number))]
     assert core.left_out.ranks == ()
     assert lines == ["rank 1 takes part again: 2.00 times as fast"]
+
+
+@pytest.mark.parametrize(("wait_s", "steps"), [(0.1, 12), (0.8, 6)])
+def test_few_long_steps_are_enough_to_leave_a_rank_out(
+    wait_s: float, steps: int
+) -> None:
+    """Once: 13 s with a rank behind a link of 100 Mbit/s, at 0.85 s a step."""
+    core = Core(wait_s=wait_s)
+    core.slow_s = 0.02
+    (line,) = reasons(core.epoch(0))
+    assert "rank 1 excluded" in line
+    assert core.parts.index((32, 0)) == steps
+
+
+def test_a_trial_forgets_how_slow_a_rank_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: the least share in trials, whose fixed time did not show the speed."""
+    monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
+    core = Core()
+    core.slow_sample_s = 0.01
+    core.epoch(0)
+    assert core.left_out.ranks == (1,)
+    core.slow_s = core.slow_sample_s = 0.0
+    core.epoch(1)
+    assert core.parts[100:102] == [(31, 1), (16, 16)]
+    assert core.left_out.ranks == ()
 
 
 def test_a_rank_alone_saves_the_reductions_that_are_in_its_compute_time() -> None:

@@ -4,8 +4,8 @@ A rank makes every step longer if its least share, or its link, takes longer tha
 other ranks' whole step. The step time with it is measured. The step time without it is
 predicted from the ranks' time models, and measured after the exclusion. An excluded
 rank takes part in each epoch's first step and copies the model at the epoch's end.
-Trials measure whether it has become fast enough; they cost at most 2 % of the time, and
-each failed trial doubles the time to the next.
+Trials measure whether it has become fast enough, with its former times forgotten; they
+cost at most 2 % of the time, and each failed trial doubles the time to the next.
 
 If a rank's batches change state that elche cannot copy (`STALE`), the exclusion is
 final: the rank's part of each epoch's first step is empty, and no trial follows.
@@ -36,8 +36,12 @@ CARRYING_S = 0.1
 """Assumed time (s) of copying the model to excluded ranks, until measured."""
 SETTLING_GRANTS = 4
 """Grants after a change that are not measured: shares still move."""
+TRIAL_WARM_UP = 2
+"""Steps of a trial after which the times of the tried ranks are forgotten."""
 MEASURED_GRANTS, MEASURED_S = 4, 0.5
-"""Least grants and seconds that are measured for a step time; a trial's are short."""
+"""Least grants and seconds that are measured for a step time; a trial's are short. One
+that takes so many seconds alone counts as two, here and while shares settle.
+"""
 
 
 class _Phase(Enum):
@@ -76,6 +80,14 @@ class _Measured(NamedTuple):
     step_s: float
     shown_s: float
     reduce_s: float = 0.0
+
+    @property
+    def taken_s(self) -> float:
+        return self.steps * self.step_s
+
+    @property
+    def grants(self) -> int:
+        return 2 if self.taken_s >= MEASURED_S else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +247,7 @@ class ExcludedRanks:
         """Records the active ranks' reports of a grant; may change the exclusion.
 
         Args:
-            reports: warm reports of all active ranks.
+            reports: reports of all active ranks; cold ones are not measured.
             steps: number of steps in the grant.
             steps_left: number of the epoch's steps that are not granted.
             now_s: current time.
@@ -248,24 +260,32 @@ class ExcludedRanks:
             self._enter(_Phase.MEASURING)  # new in this epoch: no rank is behind yet
         elif self.is_trying and (not self._decides or self._kept or self._stale):
             self._phase = _Phase.LEAVING
-        elif self._settling > 0:
+        elif self.is_trying and self._settling > SETTLING_GRANTS - TRIAL_WARM_UP:
             self._settling -= 1
-        else:
+            self._shares.forget(self._chosen.ranks)
+        elif all(each.warm for each in reports):
             step_s = max(each.busy_s + each.sync_wait_s for each in reports) / steps
             shown_s = min(each.sync_wait_s for each in reports) / steps
             reduce_s = reports[0].reduce_s / steps
-            self._recent.append(_Measured(steps, step_s, shown_s, reduce_s))
-            taken_s = sum(each.steps * each.step_s for each in self._recent)
-            is_long = self.is_trying or taken_s >= MEASURED_S
-            if is_long and len(self._recent) >= MEASURED_GRANTS:
-                # Not the longest. No median: a rank with a quota of its processor
-                # stalls only some steps.
-                usual = sorted(self._recent, key=attrgetter("step_s"))[:-1]
-                usual_s = sum(each.steps * each.step_s for each in usual)
-                replies = self._look(usual_s / sum(each.steps for each in usual))
-                self._recent.clear()
-                return replies
+            return self._record(_Measured(steps, step_s, shown_s, reduce_s))
         return []
+
+    def _record(self, measured: _Measured) -> list[LeaveOut]:
+        if self._settling > 0:
+            self._settling -= measured.grants
+            return []
+        self._recent.append(measured)
+        taken_s = sum(each.taken_s for each in self._recent)
+        is_long = self.is_trying or taken_s >= MEASURED_S
+        if not is_long or sum(each.grants for each in self._recent) < MEASURED_GRANTS:
+            return []
+        # Not the longest. No median: a rank with a quota of its processor stalls only
+        # some steps.
+        usual = sorted(self._recent, key=attrgetter("step_s"))[:-1]
+        usual_s = sum(each.taken_s for each in usual)
+        replies = self._look(usual_s / sum(each.steps for each in usual))
+        self._recent.clear()
+        return replies
 
     def _look(self, step_s: float) -> list[LeaveOut]:
         """Decides by the measured step time; excludes ranks found twice in a row."""
@@ -317,7 +337,11 @@ class ExcludedRanks:
             if not self.ranks:  # else with_s is of steps without those ranks
                 self._all_s = found.with_s
             steps = SETTLING_GRANTS + MEASURED_GRANTS
-            cost_s = steps * (self._all_s - found.without_s) + 2 * self.carrying_s
+            equal = self._samples // len(self._members)
+            equal_s = self._shares.given_s(self._samples, equal)
+            cost_s = TRIAL_WARM_UP * max(equal_s[rank] for rank in found.ranks)
+            cost_s += (steps - TRIAL_WARM_UP) * self._all_s
+            cost_s += 2 * self.carrying_s - steps * found.without_s
             pause_s, tried_s = cost_s / TRIAL_COST, self._now_s - self._tried_s
             if tried_s < self._pause_s:  # the last trial failed, or was wrong
                 pause_s = max(pause_s, 2.0 * self._pause_s, tried_s / TRIAL_COST)
@@ -387,7 +411,7 @@ class ExcludedRanks:
 
     def _candidates(self) -> Iterator[tuple[int, ...]]:
         """Yields the slowest rank, the two slowest, ...; never the first rank."""
-        least_s = self._shares.least_s(self._samples)
+        least_s = self._shares.given_s(self._samples)
         others = (r for r in self._members if r not in (self._first, *self.ranks))
         slowest = sorted(others, key=lambda r: (-least_s[r], -r))
         count = 0

@@ -121,9 +121,15 @@ class StepShares:
         places = [self._places[rank] for rank in excluded]
         return self.balancer.step_s(samples, places, reduce_s)
 
-    def least_s(self, samples: int) -> dict[int, float]:
-        """Predicts the time (s) of each rank's least share."""
-        return dict(zip(self._places, self.balancer.least_s(samples), strict=True))
+    def given_s(self, samples: int, share: int = 0) -> dict[int, float]:
+        """Predicts the time (s) of each rank's share; see :meth:`Balancer.given_s`."""
+        times_s = self.balancer.given_s(samples, share)
+        return dict(zip(self._places, times_s, strict=True))
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Discards these ranks' measured times."""
+        for rank in ranks:
+            self.balancer.forget(self._places[rank])
 
     def follow(self, ranks: Iterable[int]) -> None:
         """Adopts new members; a new rank is assumed of average speed."""

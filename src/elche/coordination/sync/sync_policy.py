@@ -305,12 +305,13 @@ class SyncPolicy(Policy):
                 f"ranks ran {what} backward passes up to step {grant.stop - 1}: "
                 f"{passes}; {self._left.under} {SAME_PASSES}"
             )
-        if not all(report.warm for report in reports) or self._is_deterministic:
+        if self._is_deterministic:
             return []
         steps = grant.steps
-        self.shares.measured(reports, steps)
-        taken_s = max(report.busy_s + report.sync_wait_s for report in reports)
-        self.grants.measured(taken_s / steps)
+        if all(report.warm for report in reports):
+            self.shares.measured(reports, steps)
+            taken_s = max(report.busy_s + report.sync_wait_s for report in reports)
+            self.grants.measured(taken_s / steps)
         left = self.grants.ungranted
         return self.exclusion.measured(reports, steps, left, now_s)
 

@@ -109,6 +109,7 @@ class StepGroups:
         if instruction.left_out != self._excluded:
             self._excluded = instruction.left_out
             self._changes += 1
+            self._worker.is_cold = True  # first sums in a group take longer
             group = self._worker.groups.without(instruction.left_out, self._changes)
             self._synchroniser.share_with(group)
         assert self._synchroniser.reducer is not None

@@ -289,8 +289,14 @@ class Balancer:
         return [end * cheapest_s for end in self._ends(parts, self._times())]
 
     def forget(self, rank: int) -> None:
-        """Discards a rank's measurements; its next share is that of a new rank."""
+        """Discards a rank's measurements; it counts as the slowest of the others."""
         self._models[rank].forget()
+        pairs = zip(self._speeds, self._models, strict=True)
+        known = [speed for speed, model in pairs if model.is_measured]
+        speeds = [*self._speeds]
+        speeds[rank] = min(known, default=1.0)  # the hint may be its former speed
+        self._speeds = tuple(speeds)
+        self._kept.clear()
         self._decided.clear()
 
     def limit(self, rank: int, samples: int) -> None:
@@ -324,7 +330,12 @@ class Balancer:
         costs = complete_costs([model.cost for model in self._models], self._speeds)
         cheapest = min(costs)
         relative = [min(cost / cheapest, MAX_SPEED_RATIO) for cost in costs]
-        return relative, [model.fixed_samples for model in self._models]
+        known = [model.fixed_samples for model in self._models if model.is_measured]
+        usual = max(known, default=0.0)  # of ranks that are not measured
+        return relative, [
+            model.fixed_samples if model.is_measured else usual
+            for model in self._models
+        ]
 
     def _planned_times(self) -> _Times:
         """Returns `_times` with slack for ranks whose times scatter.

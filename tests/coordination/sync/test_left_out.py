@@ -86,7 +86,7 @@ def test_a_rank_that_brings_nothing_is_left_out_until_it_is_as_fast_again() -> N
     assert lines == ["rank 1 takes part again: 2.00 times as fast"]
 
 
-@pytest.mark.parametrize(("wait_s", "steps"), [(0.1, 12), (0.8, 6)])
+@pytest.mark.parametrize(("wait_s", "steps"), [(0.1, 12), (0.8, 8)])
 def test_few_long_steps_are_enough_to_leave_a_rank_out(
     wait_s: float, steps: int
 ) -> None:

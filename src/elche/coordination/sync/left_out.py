@@ -38,9 +38,10 @@ SETTLING_GRANTS = 4
 """Grants after a change that are not measured: shares still move."""
 TRIAL_WARM_UP = 2
 """Steps of a trial after which the times of the tried ranks are forgotten."""
-MEASURED_GRANTS, MEASURED_S = 4, 0.5
+MEASURED_GRANTS, MEASURED_S, LEAST_GRANTS = 4, 0.5, 3
 """Least grants and seconds that are measured for a step time; a trial's are short. One
-that takes so many seconds alone counts as two, here and while shares settle.
+that takes so many seconds alone counts as two, here and while shares settle, but so
+many there are at least.
 """
 
 
@@ -200,9 +201,13 @@ class ExcludedRanks:
     @property
     def is_trial_due(self) -> bool:
         """True if the epoch is to be cut for a trial of excluded ranks."""
-        is_due = bool(self.ranks) and self._now_s >= self._trial_due_s
         returns = not (self.final or self._is_stream or self.is_uneven)
-        return is_due and returns and self._is_worth(self._chosen)
+        if not (self.ranks and returns):
+            return False
+        chosen = self._chosen
+        if chosen.with_s > chosen.without_s:
+            return self._now_s >= self._trial_due_s and self._is_worth(chosen)
+        return chosen.with_s * (1.0 + LEAST_GAIN) < chosen.without_s  # at once
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float
@@ -277,7 +282,8 @@ class ExcludedRanks:
         self._recent.append(measured)
         taken_s = sum(each.taken_s for each in self._recent)
         is_long = self.is_trying or taken_s >= MEASURED_S
-        if not is_long or sum(each.grants for each in self._recent) < MEASURED_GRANTS:
+        is_long &= sum(each.grants for each in self._recent) >= MEASURED_GRANTS
+        if not is_long or len(self._recent) < LEAST_GRANTS:
             return []
         # Not the longest. No median: a rank with a quota of its processor stalls only
         # some steps.
@@ -302,6 +308,9 @@ class ExcludedRanks:
             if found is not None and self._is_worth(found):
                 return self._choose(found)
             self._enter(_Phase.MEASURING)
+            if found is not None:
+                self._agreed = found  # excluded in the next epoch
+                return []
             self._announced, gain = (), before.without_s / step_s
             takes = "takes" if len(before.ranks) == 1 else "take"
             who = named_ranks(before.ranks)

@@ -266,7 +266,7 @@ class StepGrants:
         self._guesses &= self._step_s == math.inf or not self._shares.balancer.is_warm
         is_single = self.is_single or self._guesses or exclusion.is_trying
         steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
-        steps = 1 if is_single else steps
+        steps = 1 if is_single or exclusion.changing else steps  # a cold one first
         while self.ungranted and not exclusion.is_leaving:
             ahead = self.until - self.committed_until
             oldest = self.oldest.steps if self.oldest is not None else 1

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import StepsDone
-from elche.coordination.protocol.instructions import LeaveOut
+from elche.coordination.protocol.instructions import GrantBatches, LeaveOut
 from elche.coordination.sync.step_reports import RATE_MOVES
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, SimulatedRun
@@ -139,6 +139,23 @@ def test_it_returns_in_the_same_epoch_unless_state_has_moved(
     assert len(returns) == (not moves)
     last = delivered(sim, sim.end_s - 10.0, sim.end_s)
     assert last > 1.3 if returns else 0.95 < last < 1.1
+
+
+def test_shares_follow_in_short_epochs_whose_groups_change_twice() -> None:
+    """The first step of a group is cold. Once: it was granted with the others."""
+    drift = (Drift(at_s=5.0, factor=6.0),)
+    devices = device(), device(drift=drift), device(seconds_per_batch=0.1)
+    run = SimulatedRun(
+        policy="sync", samples=4 * BATCH, batch_size=BATCH, epochs=150, seed=3
+    )
+    link = Link(latency_s=1e-4, bytes_per_s=1e10)
+    sim = WatchedSimulation(Cluster(run=run, devices=devices, link=link), CHECKED)
+    sim.run()
+    shares = [one.shares for one in told(sim, GrantBatches, 0)]
+    early, late = shares[60], shares[-1]
+    assert early == (16, 16, 0)
+    assert late[2] == 0
+    assert 25 < late[0] < 30, "28 and 4 take 28 and 24 ms"
 
 
 @pytest.mark.reaches("ranks left out")

@@ -180,7 +180,7 @@ class Rank:
         self._probe_s = 0.0
         self._is_new = is_new
         self._is_part = False
-        self._is_cold = True
+        self.is_cold = True
         self._random = random.Random(f"{sim.cluster.run.seed}/{rank}")
         self._sigma = math.sqrt(math.log1p(device.jitter**2))
         self._drifts = sorted(device.drift, key=lambda one: one.at_s)
@@ -251,7 +251,7 @@ class Rank:
             device.spike_probability
         ):
             busy_s *= device.spike_factor
-        is_warm, self._is_cold = not self._is_cold, False
+        is_warm, self.is_cold = not self.is_cold, False
         if not is_warm:
             busy_s += device.first_batch_s
         return busy_s, is_warm or not device.first_batch_s

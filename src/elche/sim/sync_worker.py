@@ -304,6 +304,7 @@ class SimulatedSyncEpoch:
             case LeaveOut():
                 excluded = frozenset(instruction.left_out)
                 self._has_changed = excluded != self._rank.excluded
+                self._rank.is_cold |= self._has_changed
                 self._rank.excluded = excluded
             case GrantBatches():
                 self._granted(instruction)

@@ -98,10 +98,13 @@ def test_few_long_steps_are_enough_to_leave_a_rank_out(
     assert core.parts.index((32, 0)) == steps
 
 
-def test_a_trial_forgets_how_slow_a_rank_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hints", [None, (1.0, 0.01)])
+def test_a_trial_forgets_how_slow_a_rank_was(
+    hints: tuple[float, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once: the least share in trials, whose fixed time did not show the speed."""
     monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
-    core = Core()
+    core = Core(speed_hints=hints)
     core.slow_sample_s = 0.01
     core.epoch(0)
     assert core.left_out.ranks == (1,)
@@ -109,6 +112,18 @@ def test_a_trial_forgets_how_slow_a_rank_was(monkeypatch: pytest.MonkeyPatch) ->
     core.epoch(1)
     assert core.parts[100:102] == [(31, 1), (16, 16)]
     assert core.left_out.ranks == ()
+
+
+def test_an_exclusion_that_was_wrong_is_tried_again_at_once() -> None:
+    core = Core()
+    core.epoch(0)
+    assert core.left_out.ranks == (1,)
+    core.left_out._steps_left = 1000
+    assert not core.left_out.is_trial_due
+    core.left_out._chosen = left_out._Exclusion((1,), with_s=0.03, without_s=0.032)
+    assert not core.left_out.is_trial_due, "within the noise"
+    core.left_out._chosen = left_out._Exclusion((1,), with_s=0.03, without_s=0.04)
+    assert core.left_out.is_trial_due
 
 
 def test_a_rank_alone_saves_the_reductions_that_are_in_its_compute_time() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elche.coordination.auto import auto_chooser
 from tests.distributed.cases.deaths import BUILDING, Death
 from tests.distributed.test_survive import outlive, run_with
 from tests.harness.choices import ALONE, STEPS
@@ -77,9 +79,14 @@ def test_a_rank_without_work_dies(
     ],
 )
 def test_the_death_of_the_rank_that_trains_alone_ends_the_run_by_name(
-    death: tuple[str, int], says: str, wanted: Callable[..., None], tmp_path: Path
+    death: tuple[str, int],
+    says: str,
+    wanted: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What its optimizer holds has nobody else."""
+    monkeypatch.setattr(auto_chooser, "RETURN_COST", math.inf)  # back in time
     wanted(*[ALONE] if death[0] == "batch" else [ALONE, STEPS])
     more = {"epochs": EPOCHS, "options": {"epochs": EPOCHS}}
     outcomes, _ = run_with(tmp_path, (Death(2, *death),), "auto", 3, **more)

@@ -34,7 +34,7 @@ class Core:
         self.left_out = ExcludedRanks(self.ranks, agreed, self.shares)
         self.now_s = 0.0
         self.slow_s, self.wait_s = SLOW_S, wait_s
-        self.slow_sample_s = 0.0
+        self.slow_sample_s = self.fixed_s = 0.0
         self.reduce_s = 0.0  # of busy time, unless a rank is alone
         self.parts: list[tuple[int, ...]] = []  # of each step
 
@@ -47,7 +47,7 @@ class Core:
                 told += self.left_out.leave()
             parts = self.shares.of(32, max(self.ranks) + 1)
             self.parts.append(parts)
-            busy_s = [0.001 * part for part in parts]
+            busy_s = [self.fixed_s + 0.001 * part for part in parts]
             busy_s[-1] += self.slow_s + self.slow_sample_s * parts[-1]
             are_several = len(self.left_out.ranks) < len(self.ranks) - 1
             reduce_s = self.reduce_s * are_several
@@ -98,20 +98,35 @@ def test_few_long_steps_are_enough_to_leave_a_rank_out(
     assert core.parts.index((32, 0)) == steps
 
 
+@pytest.mark.parametrize("fixed_s", [0.0, 0.1])
 @pytest.mark.parametrize("hints", [None, (1.0, 0.01)])
 def test_a_trial_forgets_how_slow_a_rank_was(
-    hints: tuple[float, ...] | None, monkeypatch: pytest.MonkeyPatch
+    hints: tuple[float, ...] | None, fixed_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: the least share in trials, whose fixed time did not show the speed."""
     monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
     core = Core(speed_hints=hints)
-    core.slow_sample_s = 0.01
+    core.slow_sample_s, core.fixed_s = 0.01, fixed_s
     core.epoch(0)
     assert core.left_out.ranks == (1,)
     core.slow_s = core.slow_sample_s = 0.0
     core.epoch(1)
     assert core.parts[100:102] == [(31, 1), (16, 16)]
     assert core.left_out.ranks == ()
+
+
+def test_a_trial_that_fails_as_its_epoch_ends_excludes_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once it said nothing, and the slow rank was measured from the beginning."""
+    monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
+    core = Core()
+    core.epoch(0)
+    assert reasons(core.epoch(1, steps=9)) == []
+    assert core.left_out.ranks == ()
+    core.parts.clear()
+    core.epoch(2)
+    assert core.parts.index((32, 0)) == 1
 
 
 def test_an_exclusion_that_was_wrong_is_tried_again_at_once() -> None:
@@ -124,6 +139,8 @@ def test_an_exclusion_that_was_wrong_is_tried_again_at_once() -> None:
     assert not core.left_out.is_trial_due, "within the noise"
     core.left_out._chosen = left_out._Exclusion((1,), with_s=0.03, without_s=0.04)
     assert core.left_out.is_trial_due
+    core.left_out._steps_left = 2
+    assert not core.left_out.is_trial_due, "the epoch is over"
 
 
 def test_a_rank_alone_saves_the_reductions_that_are_in_its_compute_time() -> None:

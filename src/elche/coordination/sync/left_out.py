@@ -207,7 +207,8 @@ class ExcludedRanks:
         chosen = self._chosen
         if chosen.with_s > chosen.without_s:
             return self._now_s >= self._trial_due_s and self._is_worth(chosen)
-        return chosen.with_s * (1.0 + LEAST_GAIN) < chosen.without_s  # at once
+        undone = replace(chosen, with_s=chosen.without_s, without_s=chosen.with_s)
+        return undone.gain > 1.0 + LEAST_GAIN and self._is_worth(undone)  # at once
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float

@@ -4,11 +4,11 @@
     python -m benchmarks.real_compute --loader-ms 0,0.6 --rate steady
     python -m benchmarks.real_compute --quota 1,0.3 --slow-s 20,50 --seconds 100
 
-The last one slows the rank in this time only, and compares `sync` with the fast rank. A
-rank is held to a part of its core (`benchmarks.throttle`), or its data set takes so
-long for every sample. The loop sets its learning rate by hand, unless ``--rate steady``
-is given. Each rank needs a core. The bounds are of a line through the times of two
-batch sizes that each device runs alone. glibc keeps its memory for all alike: what
+A rank is held to a part of its core (`benchmarks.throttle`), or its data set takes so
+long for every sample. With ``--slow-s`` it is held in this time only, and only `sync`
+and the fast rank alone run. The loop sets its learning rate by hand, unless it is given
+``--rate steady``. Each rank needs a core. The bounds are of a line through the times of
+two batch sizes that each device runs alone. glibc keeps its memory for all alike: what
 plain PyTorch loses by giving it back each step would flatter the others.
 """
 
@@ -108,9 +108,7 @@ class SlowedContender(BenchContender):
         if quota < 1:
             words = [sys.executable, "-m", "benchmarks.throttle", str(quota)]
             words += os.environ["SLOW_S"].split(",")
-            held = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-            assert held.stdout is not None
-            held.stdout.readline()
+            subprocess.Popen(words)  # ends with this process
         if not loader_ms:
             return workload
         slow = SlowDataset(workload.train_dataset, loader_ms / 1e3)
@@ -210,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quota", type=numbers, default=[1.0, 1.0])
     parser.add_argument("--loader-ms", type=numbers, default=[0.0, 0.0])
-    parser.add_argument("--slow-s", help="FROM,UNTIL")
+    parser.add_argument("--slow-s", help="FROM,UNTIL, of the quota")
     parser.add_argument("--rate", choices=("moves", "steady"), default="moves")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=12.0)

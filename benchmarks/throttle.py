@@ -53,11 +53,11 @@ def main() -> None:
     """Holds the parent."""
     quota, pid = float(sys.argv[1]), os.getppid()
     from_s, until_s = map(float, sys.argv[2:] or ("0", "inf"))
-    print("held", flush=True)
     began_s = time.monotonic()
     time.sleep(from_s)
     with contextlib.suppress(ProcessLookupError):
         folder = enter_cgroup(pid, quota)
+        print("cgroup" if folder else "signals", file=sys.stderr, flush=True)
         while os.getppid() == pid and time.monotonic() < began_s + until_s:
             if folder is None:
                 stop_and_go(pid, quota)

@@ -293,9 +293,8 @@ class Balancer:
         self._models[rank].forget()
         pairs = zip(self._speeds, self._models, strict=True)
         known = [speed for speed, model in pairs if model.is_measured]
-        speeds = [*self._speeds]
-        speeds[rank] = min(known, default=1.0)  # the hint may be its former speed
-        self._speeds = tuple(speeds)
+        least = min(known, default=1.0)  # the hint may be its former speed
+        self._speeds = (*self._speeds[:rank], least, *self._speeds[rank + 1 :])
         self._kept.clear()
         self._decided.clear()
 

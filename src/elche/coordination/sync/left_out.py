@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import attrgetter
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple, final
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -411,7 +411,7 @@ class ExcludedRanks:
             reduce_s = median(each.reduce_s for each in self._recent)
         without_s = self._shares.step_s(self._samples, ranks, reduce_s)
         if not is_alone:
-            shown_s = min(each.shown_s for each in self._recent)
+            shown_s = mean(each.shown_s for each in self._recent)
             without_s = without_s * self._bias if self._bias else without_s + shown_s
         return _Exclusion(ranks, step_s, without_s)
 

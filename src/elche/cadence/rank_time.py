@@ -16,9 +16,9 @@ MIN_ALPHA = 0.1
 """Weight of a new measurement that agrees with the estimate (jitter)."""
 FIRST_ALPHA = 0.5
 """Weight of a new measurement at first, which fades as the noise becomes known."""
-NEW = 0.6
+NEW = 0.7
 """Part of the noise that is unknown, above which a shorter step replaces the estimate:
-five steps after the warm-up are still 5 to 40 % too long.
+the first steps after the warm-up are still 5 to 40 % too long.
 """
 MAX_ALPHA = 0.8
 """Weight of a new measurement that is far from the estimate (a real change)."""

@@ -194,7 +194,6 @@ class Fitting:
         self.metrics.log("loss", loss)
 
     def _update(self) -> None:
-        """One step of the optimizers with the current gradients."""
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         for optimizer in self._optimizers:

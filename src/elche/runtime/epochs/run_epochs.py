@@ -227,11 +227,7 @@ class RunEpochs:
         return self._alone(iteration, self._iterations)
 
     def _alone(self, iteration: Iterator[Any], number: int) -> Iterator[Any]:
-        """Yields an iterator's batches; an error if a later iterator has ended it.
-
-        Raises:
-            ConfigError: the loop requests a batch from the ended iterator.
-        """
+        """Yields an iterator's batches; an error if a later iterator has ended it."""
         yield from iteration
         if number != self._iterations:
             raise ConfigError(

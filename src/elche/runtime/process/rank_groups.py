@@ -199,7 +199,6 @@ class RankGroups:
         return group
 
     def _formed(self, name: int | str, ranks: Sequence[int] | None = None) -> Group:
-        """Forms a group of all members, or of some."""
         ranks = self.members if ranks is None else ranks
         if len(ranks) == 1:
             return Group.alone(self._timeout_s)

@@ -46,9 +46,7 @@ def check_fields(
             check_not_negative(group + item.name, value)
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def caps_of(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None, ...]:

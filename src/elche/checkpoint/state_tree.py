@@ -85,11 +85,7 @@ def decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> StateTree:
 
 @final
 class _Encoder:
-    """Encoder of one tree.
-
-    Attributes:
-        tensors: tensors found so far, by name.
-    """
+    """Encoder of one tree, and the tensors found so far, by name."""
 
     def __init__(self, model: Mapping[str, Tensor]) -> None:
         self.tensors: dict[str, Tensor] = {}

@@ -40,13 +40,7 @@ Records = dict[str, FileRecord]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """This rank's part of one checkpoint to be written.
-
-    Attributes:
-        name: name of the checkpoint.
-        held: captured state to write.
-        info: entries for rank 0's manifest; None on other ranks.
-    """
+    """One checkpoint to be written; ``info`` is for rank 0's manifest."""
 
     name: str
     held: Captured

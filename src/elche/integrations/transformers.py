@@ -163,11 +163,7 @@ class ElcheTrainerMixin(_Trainer):
             self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """Rejects settings that are unsupported on several ranks.
-
-        Raises:
-            ConfigError: a setting is unsupported; the message names it.
-        """
+        """Rejects settings that are unsupported on several ranks."""
         if not isinstance(self.args, ElcheArgumentsMixin):
             raise ConfigError(
                 "expected args to be an elche.integrations.transformers."

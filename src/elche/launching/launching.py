@@ -285,11 +285,7 @@ def _returned(message: bytes) -> Returned:
 
 
 def _check_place() -> None:
-    """Refuses to start ranks from a process that is itself a rank.
-
-    Raises:
-        ConfigError: this process is a rank, or is started by one.
-    """
+    """Refuses to start ranks from a process that is itself a rank."""
     if multiprocessing.current_process().name.startswith(PROCESS):
         raise ConfigError(
             "elche.launch is called while a rank imports this script; call it under "

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from elche.errors import ConfigError
 from elche.monitor.run_view import aligned, cell
@@ -53,11 +53,9 @@ def contenders_to_json(results: Sequence[ContenderResult]) -> dict[str, dict[str
     return {row.pop("name"): row for row in rows}
 
 
-def print_table(
-    results: Sequence[ContenderResult], title: str, stream: TextIO | None = None
-) -> None:
-    """Prints the table as aligned text, on standard output by default."""
-    print(f"{title}\n\n{plain_table(results)}", file=stream)
+def print_table(results: Sequence[ContenderResult], title: str) -> None:
+    """Prints the table as aligned text, on standard output."""
+    print(f"{title}\n\n{plain_table(results)}")
 
 
 def plain_table(results: Sequence[ContenderResult]) -> str:

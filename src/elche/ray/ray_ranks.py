@@ -165,7 +165,6 @@ class RayRanks:
                 await asyncio.sleep(AGAIN_S)
 
     def _have_room(self) -> bool:
-        """True if nodes have room for all places."""
         found = placement_group_table()
         ids = [group.id.hex() for _, group in self._places]
         return all(found[each]["state"] == "CREATED" for each in ids)

@@ -89,7 +89,6 @@ class Run:
         self._synchroniser = Synchroniser(
             training.config,
             training.model,
-            training.optimizer,
             worker.group,
             worker.groups.side,
             optimizers=observer.optimizers,

@@ -76,7 +76,7 @@ class UserCollectives:
             )
 
         if under_way is not None:
-            self._epochs.groups.meet("elche.barrier()")
+            self._epochs.opening.steps.meet("elche.barrier()")
         else:
             worker.regroup_if_due()
         reach()
@@ -112,7 +112,7 @@ class UserCollectives:
                     "backward passes of each batch before the next one is fetched"
                 )
             return self._gather_between(tensor, call)
-        self._epochs.groups.meet(f"{call}()")
+        self._epochs.opening.steps.meet(f"{call}()")
         worker.meets_in_forward = True
         weight = under_way.current_weight if is_of_batch else 1.0
         if self._config.loss_reduction == "sum":

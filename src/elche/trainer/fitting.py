@@ -75,11 +75,11 @@ class Fitting:
         length = self._config.num_samples
         if self._config.drop_last:
             length -= length % self._config.batch_size
-        run_clips = self._config.run.sums_gradients and current_run() is not None
+        current = current_run()
+        run_clips = run.sums_gradients and current is not None
         self._clip_norm = None if run_clips else self._config.max_grad_norm
         total = length * self._config.epochs
         self._schedules = [s for o in optimizers if (s := self._rates(o, total))]
-        current = current_run()
         self._parts = MicroBatches(
             self._model,
             ranks.device(),
@@ -110,8 +110,7 @@ class Fitting:
                     worker.heeds_signals(False)
 
     def _run_epochs(self) -> TrainResult:
-        stopped_by, config = "", self._config
-        epochs = self._epochs
+        stopped_by, config, epochs = "", self._config, self._epochs
         for epoch in epochs.numbers():
             is_whole = self._train_epoch()
             record = self._record(epoch, is_whole)
@@ -195,7 +194,6 @@ class Fitting:
         self.metrics.log("loss", loss)
 
     def _update(self) -> None:
-        """One step of the optimizers with the current gradients."""
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         for optimizer in self._optimizers:
@@ -241,9 +239,8 @@ class Fitting:
         self._model.eval()
         loader = self._recipe.loader_over(dataset)
         step = self._recipe.mean_loss_of(self._model)
-        stops = self._stops
         loss: float = evaluate_by(
-            step, loader, self._weights, lambda: bool(stops.reason)
+            step, loader, self._weights, lambda: bool(self._stops.reason)
         )
         self._model.train()
         return loss

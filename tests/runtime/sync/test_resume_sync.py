@@ -193,7 +193,7 @@ def test_a_rank_is_missing_after_the_last_pass_that_it_has_come_to(
 
 def test_ranks_that_were_left_out_are_met_again_after_a_death() -> None:
     worker = Mock(place=1, members=[0, 1, 2])
-    groups = StepGroups(worker, *(Mock() for _ in range(5)))
+    groups = StepGroups(Mock(), Mock(), Mock(worker=worker))
     groups.exclude(LeaveOut(rank=1, epoch=0, left_out=(2,), reason=""))
     groups.is_apart = True
     with pytest.raises(ConfigError, match=r"ranks \[2\] are excluded from steps"):

@@ -242,9 +242,6 @@ class Averager(WindowSync):
 
         They may have moved to other memory, as after ``p.data = ...``, since they are
         accessed in place.
-
-        Raises:
-            ConfigError: names a parameter that has changed.
         """
         do = "; convert, move or resize a model between epochs, on every rank"
         for group in self._groups:

@@ -53,12 +53,10 @@ class GradientWindow:
         self._dtype = reduce(torch.promote_types, kinds)
         self._numel = sum(parameter.numel() for parameter in parameters)
         self._sums = [
-            torch.zeros_like(p, dtype=self._dtype, requires_grad=False)
+            torch.empty_like(p, dtype=self._dtype, requires_grad=False)
             for p in parameters
         ]
-        self._used = [False] * len(self._parameters)
-        self._samples = 0.0
-        self._is_reduced = False
+        self._forget()
         self.connect(group)
 
     @property
@@ -179,7 +177,7 @@ class GradientWindow:
             parameter.grad = None
 
     def _forget(self) -> None:
-        """Resets the sums of a reduced window for the next one."""
+        """Resets the sums for the next window."""
         foreach_zero_(self._sums)
         self._used = [False] * len(self._parameters)
         self._samples = 0.0

@@ -175,7 +175,6 @@ class BufferAverager:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Dtype of the messages."""
         double = any(kind.dtype == torch.float64 for kind in self._known.kinds)
         return torch.float64 if double else torch.float32
 

@@ -43,11 +43,6 @@ def spans_hosts(hosts: Sequence[str]) -> bool:
     return 1 < len(set(hosts)) < len(hosts)
 
 
-def leaders_of(hosts: Sequence[str]) -> list[int]:
-    """Returns the first rank of every host in ascending order."""
-    return sorted(hosts.index(host) for host in set(hosts))
-
-
 @final
 class HostLeaders:
     """Sums between hosts, in the order in which all ranks begin them.
@@ -87,7 +82,8 @@ class HostLeaders:
                     len(set(hosts)),
                 )
             ranks = self._group.ranks
-            self._leaders = self._form([ranks[at] for at in leaders_of(hosts)])
+            leaders = sorted(hosts.index(host) for host in set(hosts))
+            self._leaders = self._form([ranks[at] for at in leaders])
             self._group.at_close(self._leave)
         return True
 

@@ -88,7 +88,6 @@ def _detach_without_grad(graph: fx.Graph) -> None:
 
 
 def _detach_inputs(node: fx.Node, found: dict[fx.Node, fx.Node]) -> None:
-    """Detaches a node's inputs."""
     for one in node.all_input_nodes:
         is_tensor = isinstance(one.meta.get("val"), torch.Tensor)
         if one not in found and (is_tensor or one.op == "get_attr"):

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, final
 
 from elche.coordination.protocol.events import Event, Failed, Input, RankLost
@@ -70,9 +71,7 @@ class KeptCoordinator:
         *,
         survives: bool,
     ) -> None:
-        self._world_size = world_size
-        self._key = key
-        self._survives = survives
+        self._begin = partial(Begin, world_size, key, survives)
         self._listener = listener
         host, port, *_ = listener.getsockname()
         self.address: tuple[str, int] = (str(host), int(port))
@@ -196,8 +195,7 @@ class KeptCoordinator:
         reader, writer = await asyncio.open_connection(sock=ours)
         self._writer = writer
         shows, journal = self.on_message is not None, tuple(self._journal)
-        run = self._world_size, self._key, self._survives
-        self._send(Begin(*run, shows=shows, copy=self._copy, journal=journal))
+        self._send(self._begin(shows=shows, copy=self._copy, journal=journal))
         for what in self._commands.rest():
             self._send(what)
         if self._is_stopping:

@@ -346,7 +346,6 @@ def horizon_batches(loader: DataLoader[Any]) -> int:
 
 
 def _load_seeded(dataset: Any, keys: Sequence[Any], seeds: Sequence[int]) -> list[Any]:
-    """Loads each key with its own seed."""
     items = []
     with untraced_generators():
         for key, seed in zip(keys, seeds, strict=True):

@@ -222,7 +222,6 @@ class StreamReader:
         self._fingerprint = fingerprint(list(self._head))
 
     def _advance(self) -> Any:
-        """The next item."""
         item = self._head.popleft() if self._head else self._pull()
         self._next += 1
         return item

@@ -26,7 +26,6 @@ from elche.runtime.data.positions import EpochPositions
 from elche.runtime.epochs.epoch_opening import EpochOpening
 from elche.runtime.epochs.window_epoch import WindowEpoch
 from elche.runtime.process.shutdown import exit_watch
-from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.report.notifications import with_samples
 from elche.runtime.sync.epoch_hooks import EpochHooks
@@ -36,7 +35,6 @@ from elche.runtime.sync.sync_epoch import TOO_EARLY, SyncEpoch
 from elche.runtime.training import Training
 from elche.runtime.watch.model_sums import ModelSums, kind_of
 from elche.runtime.watch.observer import LoopObserver
-from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.held import BatchNormBase
 from elche.torch_internals.passes import is_compiled
 
@@ -71,18 +69,13 @@ class EpochExecution:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        training: Training,
-        synchroniser: Synchroniser,
-        observer: LoopObserver,
-        opening: EpochOpening,
+        self, training: Training, observer: LoopObserver, opening: EpochOpening
     ) -> None:
-        self._worker = worker
         self._training = training
-        self._synchroniser = synchroniser
         self._observer = observer
         self._opening = opening
+        self._worker = worker = opening.worker
+        self._synchroniser = opening.synchroniser
         self._batch_cost = RankTime(1)
         self._stepped = self._windowed = -1  # last epochs with steps, with windows
         self._ratio = 0, 0

@@ -32,6 +32,8 @@ class EpochOpening:
     """Opens epochs with all ranks, and forms the next group outside of windows.
 
     Attributes:
+        worker: this rank's worker.
+        synchroniser: reducers of the policy in force.
         order: order of the samples.
         regrouping: forms groups in windows and between epochs.
         steps: forms groups of active ranks under ``sync``.
@@ -47,8 +49,8 @@ class EpochOpening:
         observer: LoopObserver,
         notifications: RunNotifications,
     ) -> None:
-        self._worker = worker
-        self._synchroniser = synchroniser
+        self.worker = worker
+        self.synchroniser = synchroniser
         config = training.config
         self.order = SampleOrder(
             training.loader,
@@ -63,9 +65,7 @@ class EpochOpening:
             notifications,
             min_ranks=config.min_ranks,
         )
-        self.steps = StepGroups(
-            *(worker, training, synchroniser, observer, self.regrouping, notifications)
-        )
+        self.steps = StepGroups(training, observer, self.regrouping)
         self._opened: EpochOpened | None = None
         self._sizes: BatchSizes | None = None
         self._builds = ""
@@ -84,7 +84,7 @@ class EpochOpening:
         self._opened, self._sizes = opened, sizes
         self._is_shared = False
         self._send()
-        begin = self._worker.expect(BeginEpoch, "all ranks to open the epoch")
+        begin = self.worker.expect(BeginEpoch, "all ranks to open the epoch")
         self.steps.begin_part()
         self._opened = None
         return begin
@@ -92,17 +92,17 @@ class EpochOpening:
     def probe(self) -> None:
         """Measures one reduction with all ranks of the group, under ``auto``."""
         if self._probes:
-            numel = self._synchroniser.num_parameters
-            self._probe_s = probe_reduction_s(self._worker.group, numel)
+            numel = self.synchroniser.num_parameters
+            self._probe_s = probe_reduction_s(self.worker.group, numel)
 
     def _send(self) -> None:
         """Sends `EpochOpened`; the first rank adds the batch sizes."""
         assert self._opened is not None
         self._opened = opened = replace(self._opened, probe_s=self._probe_s)
-        if self._worker.place == 0 and opened.sizes is None:
+        if self.worker.place == 0 and opened.sizes is None:
             sizes = self.order.draw() if self._sizes is None else self._sizes
             self._opened = opened = replace(opened, sizes=sizes.runs)
-        self._worker.send(opened)
+        self.worker.send(opened)
 
     def build(
         self, policy: str, build: Callable[[], None], *, wants_keys: bool = False
@@ -117,7 +117,7 @@ class EpochOpening:
             build: builds with all ranks of the current group.
             wants_keys: this rank waits for the positions of an epoch that has begun.
         """
-        worker, regrouping = self._worker, self.regrouping
+        worker, regrouping = self.worker, self.regrouping
         self._builds, regrouping.is_building = policy, True
         has_met = False
         while not has_met:
@@ -146,9 +146,9 @@ class EpochOpening:
         order = self.order
         try:
             if not self._is_shared:
-                order.share(self._worker.group)
+                order.share(self.worker.group)
         except RankLostError:
-            if self._worker.on_regroup is None:
+            if self.worker.on_regroup is None:
                 raise
             self.regroup(wants_keys=True)
         assert order.keys is not None
@@ -162,7 +162,7 @@ class EpochOpening:
 
     def join(self) -> None:
         """Waits for the others to pause, forms the next group, and adopts its state."""
-        worker = self._worker
+        worker = self.worker
         worker.send(JoinReady(rank=worker.rank))
         while not worker.is_due:
             worker.receive(self._on_instruction, "the other ranks to admit this rank")
@@ -170,20 +170,20 @@ class EpochOpening:
 
     def _on_instruction(self, instruction: Instruction) -> None:
         if isinstance(instruction, Regroup):
-            self._worker.note_regroup(instruction)
+            self.worker.note_regroup(instruction)
 
     def regroup(self, *, wants_keys: bool = False) -> None:
         """Forms the next group outside windows; ranks that await an epoch report it."""
-        worker, regrouping = self._worker, self.regrouping
+        worker, regrouping = self.worker, self.regrouping
         has_formed = in_steps = False
         while not has_formed:
             worker.note_regroup()
             with contextlib.suppress(RankLostError):
                 group = regrouping.meet(wants_keys=wants_keys)
                 # New ranks learn the policy there; reducers may be half built.
-                in_steps = (self._builds or self._synchroniser.policy) == "sync"
+                in_steps = (self._builds or self.synchroniser.policy) == "sync"
                 if in_steps:
-                    reducer = self._synchroniser.reducer
+                    reducer = self.synchroniser.reducer
                     passes = 0 if reducer is None else reducer.closed_passes
                     self.steps.settle(group, StepPlace(passes, first=0, begun=-1))
                 else:

@@ -35,7 +35,6 @@ class RunEpochs:
 
     Attributes:
         opening: opens epochs with all ranks.
-        groups: groups of active ranks in steps.
         execution: runs the current part of an epoch.
         reports: reports of finished epochs.
         samples_before: samples of finished epochs and parts, of all ranks.
@@ -69,10 +68,10 @@ class RunEpochs:
         self._is_cut = self._is_resumed = self._is_closed = False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._iterations = 0
-        parts = worker, training, synchroniser, observer
-        self.opening = EpochOpening(*parts, notifications)
-        self.execution = EpochExecution(*parts, self.opening)
-        self.groups = self.opening.steps
+        self.opening = EpochOpening(
+            worker, training, synchroniser, observer, notifications
+        )
+        self.execution = EpochExecution(training, observer, self.opening)
         if worker.survives:
             worker.on_regroup = self.execution.regroup
         self.reports: list[EndEpoch] = []
@@ -220,19 +219,15 @@ class RunEpochs:
             )
         self.end_iteration()
         self.execution.check()
-        if self.groups.late_error is not None:
-            raise self.groups.late_error
+        if self.opening.steps.late_error is not None:
+            raise self.opening.steps.late_error
         iteration = self._run_epoch(steps)
         self._iteration = weakref.ref(iteration)
         self._iterations += 1
         return self._alone(iteration, self._iterations)
 
     def _alone(self, iteration: Iterator[Any], number: int) -> Iterator[Any]:
-        """Yields an iterator's batches; an error if a later iterator has ended it.
-
-        Raises:
-            ConfigError: the loop requests a batch from the ended iterator.
-        """
+        """Yields an iterator's batches; an error if a later iterator has ended it."""
         yield from iteration
         if number != self._iterations:
             raise ConfigError(

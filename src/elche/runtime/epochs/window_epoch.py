@@ -414,9 +414,5 @@ class WindowEpoch:
 
 
 def _refuse_late(policy: str, *_: int | None) -> None:
-    """Refuses a pass of an earlier batch, whose window may have ended.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuses a pass of an earlier batch, whose window may have ended."""
     raise fetched_too_early(policy)

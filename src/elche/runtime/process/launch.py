@@ -57,10 +57,9 @@ class LaunchedRun:
         self.processes = RankProcesses(server, backend.fence, backend.end_waiting)
         self.processes.on_dropped = self._replace
         self._parts = tempfile.mkdtemp(prefix="elche-") if config.trace_path else None
-        may_grow, pipe = bool(config.rejoin), backend.pipe
         self._facts = LaunchFacts(
-            pipe=pipe,
-            may_grow=may_grow,
+            pipe=backend.pipe,
+            may_grow=bool(config.rejoin),
             resumes=True,
             is_watched=config.events is not None,
         )

@@ -63,7 +63,6 @@ class RankGroups:
     ) -> None:
         self._placement = placement
         self._rank = placement.rank
-        self._form_devices = partial(form_group, placement.device)
         self._channel = channel
         self._timeout_s = timeout_s
         self._check, self._why_failed = check, why_failed
@@ -72,7 +71,7 @@ class RankGroups:
         if placement.joins:
             self.members.append(self._rank)  # the others' ranks follow when it joins
         self._shares = self.can_share = False
-        self._device_config = DeviceGroupConfig(timeout_s, self._form_devices)
+        self._listen = ""
         self.has_ended = True  # there is no group: not yet, or not any more
         self._current = Group.alone(timeout_s)
         self._side: list[Group] = []
@@ -118,14 +117,13 @@ class RankGroups:
         """Records the transport of groups; each group agrees on shared memory."""
         on_cpu = self._placement.device.type == "cpu"
         self.can_share = transport != "gloo" and on_cpu and may_share_memory()
-        listen = self._placement.listen if transport == "nccl" else ""
-        self._device_config = DeviceGroupConfig(
-            self._timeout_s, self._form_devices, listen
-        )
+        self._listen = self._placement.listen if transport == "nccl" else ""
 
     def _open_devices(self, group: Group) -> None:
         device = self._placement.device
-        group.devices = open_device_group(group, device, self._device_config)
+        form = partial(form_group, device)
+        config = DeviceGroupConfig(self._timeout_s, form, self._listen)
+        group.devices = open_device_group(group, device, config)
 
     def note_regroup(self, regroup: Regroup) -> None:
         """Updates the members by a `Regroup`; :meth:`renew` forms their group."""
@@ -201,7 +199,6 @@ class RankGroups:
         return group
 
     def _formed(self, name: int | str, ranks: Sequence[int] | None = None) -> Group:
-        """Forms a group of all members, or of some."""
         ranks = self.members if ranks is None else ranks
         if len(ranks) == 1:
             return Group.alone(self._timeout_s)

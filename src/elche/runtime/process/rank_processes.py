@@ -266,7 +266,6 @@ def send_signal(process: RankProcess, number: signal.Signals) -> None:
 
 
 def _handles(process: RankProcess, number: signal.Signals) -> bool:
-    """Returns True if a process has a handler for a signal."""
     with contextlib.suppress(OSError):  # it has ended, or there is no /proc
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = int("0" + status.partition("SigCgt:\t")[2][:16], 16)

@@ -21,8 +21,6 @@ from elche.coordination.protocol.events import Regrouped
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.coordination.sync.lost_ranks import LostRanks, StepPlace, settle
 from elche.errors import ConfigError
-from elche.runtime.process.worker import Worker
-from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.sync.resume_sync import (
     broadcast_from,
     take_gradients,
@@ -31,7 +29,6 @@ from elche.runtime.sync.resume_sync import (
 from elche.runtime.training import Training
 from elche.runtime.watch.observer import LoopObserver
 from elche.runtime.windows.regrouping import Regrouping, gathered
-from elche.runtime.windows.synchroniser import Synchroniser
 
 logger = logging.getLogger(__name__)
 
@@ -51,20 +48,13 @@ class StepGroups:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        training: Training,
-        synchroniser: Synchroniser,
-        observer: LoopObserver,
-        regrouping: Regrouping,
-        notifications: RunNotifications,
+        self, training: Training, observer: LoopObserver, regrouping: Regrouping
     ) -> None:
-        self._worker = worker
         self._training = training
-        self._synchroniser = synchroniser
         self._observer = observer
         self._regrouping = regrouping
-        self._notifications = notifications
+        self._worker = worker = regrouping.worker
+        self._synchroniser = regrouping.synchroniser
         self._excluded: tuple[int, ...] = ()
         self._changes = 0  # in this generation; the same on all
         self._is_new = worker.is_new  # or others are, until all reduce with them
@@ -105,7 +95,7 @@ class StepGroups:
     def exclude(self, instruction: LeaveOut) -> GradientReducer:
         """Applies a new exclusion of ranks; returns the reducer to be used."""
         if instruction.reason and self._worker.place == 0:
-            self._notifications.emit(f"elche: {instruction.reason}")
+            self._regrouping.notifications.emit(f"elche: {instruction.reason}")
         if instruction.left_out != self._excluded:
             self._excluded = instruction.left_out
             self._changes += 1

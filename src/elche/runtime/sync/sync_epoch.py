@@ -112,7 +112,6 @@ class SyncEpoch:
         self._reduce_by(reducer)
 
     def _reduce_by(self, reducer: GradientReducer) -> None:
-        """Uses this reducer from now on."""
         self._reducer = reducer
         self._account.watch(reducer)
         reducer.on_lost = self.regroup
@@ -373,7 +372,6 @@ class SyncEpoch:
             self._leased.end()
 
     def _exclude(self, instruction: LeaveOut) -> None:
-        """Excludes ranks from the next step on."""
         if self._worker.rank in instruction.left_out:
             self._state = _State.EXCLUDED
         reducer = self._hooks.steps.exclude(instruction)
@@ -453,7 +451,6 @@ class SyncEpoch:
             self._reducer.on_backward = self._report_in_backward if is_due else None
 
     def _report(self) -> None:
-        """Sends the pending report."""
         if self._account.report():
             self._reducer.on_backward = None
 

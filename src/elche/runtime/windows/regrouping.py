@@ -69,11 +69,11 @@ class Regrouping:
         *,
         min_ranks: int = 1,
     ) -> None:
-        self._worker = worker
-        self._synchroniser = synchroniser
+        self.worker = worker
+        self.synchroniser = synchroniser
         self._order = order
         self._send_state = send_state
-        self._notifications = notifications
+        self.notifications = notifications
         self._min_ranks = min_ranks
         self.is_building = self.has_joined = False
         self._logged = list(worker.members)
@@ -94,7 +94,7 @@ class Regrouping:
         if self.is_building:
             self.log_members()
             return
-        worker, sync = self._worker, self._synchroniser.windows
+        worker, sync = self.worker, self.synchroniser.windows
         if sync is None:
             raise ProtocolError(f"rank {worker.rank}: a new group outside windows")
         lacks = last is not None and last.lacks
@@ -117,7 +117,7 @@ class Regrouping:
         Raises:
             RankLostError: another rank has died; call it again.
         """
-        worker, order = self._worker, self._order
+        worker, order = self.worker, self._order
         worker.regroup()
         group, has_keys = worker.group, order.keys is not None
         lack_keys, have_keys, are_new, are_building, share = gathered(
@@ -127,7 +127,7 @@ class Regrouping:
         )
         self.is_building = any(are_building)
         worker.groups.set_sharing(all(share))
-        self._synchroniser.group = group
+        self.synchroniser.group = group
         if any(lack_keys):
             order.settle(group, have_keys.index(1) if any(have_keys) else None)
         if group.rank == 0 and order.received:  # it has become the first
@@ -143,16 +143,16 @@ class Regrouping:
 
     def log_members(self) -> None:
         """Logs the survivors, on the first rank."""
-        now = list(self._worker.members)
+        now = list(self.worker.members)
         gone = [rank for rank in self._logged if rank not in now]
         new = [rank for rank in now if rank not in self._logged]
         self._logged = now
-        if self._worker.place:
+        if self.worker.place:
             return
-        emit, with_all = self._notifications.emit, f"continuing with {named_ranks(now)}"
+        emit, with_all = self.notifications.emit, f"continuing with {named_ranks(now)}"
         if new:
             emit(f"elche: {named_ranks(new)} joined: {with_all}")
-        if dead := [rank for rank in gone if rank in self._worker.dead]:
+        if dead := [rank for rank in gone if rank in self.worker.dead]:
             emit(
                 f"elche: {named_ranks(dead)} died: {with_all}; uncommitted batches are "
                 "trained again"

@@ -40,7 +40,6 @@ class Synchroniser:
     Args:
         config: the agreed settings.
         model: the model.
-        optimizer: its optimizer.
         group: the process group.
         side_group: forms another group, for SyncBatchNorm inside the backward pass.
         optimizers: returns the optimizers that step the model, the main one first.
@@ -60,7 +59,6 @@ class Synchroniser:
         self,
         config: RunConfig,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
         group: Group,
         side_group: Callable[[], Group],
         *,
@@ -72,7 +70,6 @@ class Synchroniser:
         self._keeps_sums, self._is_weighed = keeps_sums, is_weighed
         self._config = config
         self._model = model
-        self._optimizer = optimizer
         self.group = group
         self._side_group = side_group
         self._norm_group: Group | None = None
@@ -141,7 +138,7 @@ class Synchroniser:
             buffers.agree()
             return GradientSync(
                 parameters,
-                self._optimizer,
+                self._optimizers()[0],
                 window,
                 buffers,
                 max_grad_norm=config.windows.max_grad_norm,

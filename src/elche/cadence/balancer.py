@@ -74,24 +74,6 @@ class Balancer:
         ConfigError: speed_hints does not fit the ranks.
     """
 
-    __slots__ = (
-        "_accumulates",
-        "_decided",
-        "_excluded",
-        "_is_capped",
-        "_kept",
-        "_kept_without",
-        "_least_ranks",
-        "_min_share",
-        "_models",
-        "_reports",
-        "_sizes",
-        "_speeds",
-        "_tried",
-        "caps",
-        "world_size",
-    )
-
     def __init__(
         self,
         world_size: int,

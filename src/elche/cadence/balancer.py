@@ -8,8 +8,7 @@ from typing import Any, TypeAlias, final
 
 from elche.cadence.rank_time import RankTime
 from elche.cadence.share_sizes import MAX_SIZES, ShareSizes
-from elche.cadence.split import passes_of
-from elche.cadence.split import split_for_makespan as split_for_makespan
+from elche.cadence.split import passes_of, split_for_makespan
 from elche.cadence.throughput import (
     MAX_SPEED_RATIO,
     SpeedHints,
@@ -36,7 +35,6 @@ MOST_TRIAL = 2.0
 """Fraction of a step by which a trial may be longer, however rare trials are."""
 
 _Times: TypeAlias = tuple[list[float], list[float]]
-
 
 WARM_UP_SIZES = 4
 """Number of sizes of a rank up to which splits follow every warm-up report."""
@@ -308,7 +306,7 @@ class Balancer:
         Knees do not change the split: below its knee, a rank's time does not depend on
         the size of its share.
         """
-        costs = complete_costs([model.cost for model in self._models], self._speeds)
+        costs = self.costs_s()
         cheapest = min(costs)
         relative = [min(cost / cheapest, MAX_SPEED_RATIO) for cost in costs]
         known = [model.fixed_samples for model in self._models if model.is_measured]

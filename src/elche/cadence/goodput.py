@@ -16,7 +16,6 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import final
 
-from elche.cadence.balancer import split_for_makespan
 from elche.cadence.convergence import REFERENCE_BATCHES, sample_efficiency
 from elche.cadence.overlapped import (
     BatchTimes,
@@ -24,6 +23,7 @@ from elche.cadence.overlapped import (
     best_anchor,
     overlapped_window,
 )
+from elche.cadence.split import split_for_makespan
 from elche.cadence.window import aligned_anchor, lost_share
 
 MAX_FIXED_SAMPLES = 1e9

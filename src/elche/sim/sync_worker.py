@@ -318,16 +318,13 @@ class SimulatedSyncEpoch:
             self._reports.granted(grant)
         shares, counted = grant.shares, grant.shares[rank.rank]
         few = min(self._sim.cluster.run.min_share_samples, sum(shares))
-        steps = range(grant.start, grant.stop)
         start = sum(shares[: rank.rank])
         own = start, start + counted
-        self._loader.push(
-            (
-                Loaded(step, counted or few, counted, rank.parts_of(step, *own))
-                for step in steps
-            ),
-            rank.now_s,
-        )
+        steps = [
+            Loaded(step, counted or few, counted, rank.parts_of(step, *own))
+            for step in range(grant.start, grant.stop)
+        ]
+        self._loader.push(steps, rank.now_s)
 
     def _account(self, number: int, cost: BatchCost) -> None:
         """Records a finished step; a grant's report waits for the next backward."""

@@ -260,13 +260,9 @@ class Engine:
             wait = process.script.send(value)
             while isinstance(wait, Receive) and process.inbox:
                 wait = process.script.send(None)
-        except StopIteration:
+        except (StopIteration, AbortedError) as end:
             process.is_alive = False
-            self._on_end(process.rank, False)
-            return
-        except AbortedError:
-            process.is_alive = False
-            self._on_end(process.rank, True)
+            self._on_end(process.rank, isinstance(end, AbortedError))
             return
         self._suspend(process, wait)
 

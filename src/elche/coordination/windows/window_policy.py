@@ -304,7 +304,8 @@ class WindowPolicy(Policy):
     def _commit(self, now_s: float) -> Outcome:
         """Commits a window whose result all ranks hold, and continues."""
         state, done = self.state, self.state.commit()
-        sync_s, reader = max(r.sync_s for r in done.reports.values()), min(state.members)
+        reader = min(state.members)
+        sync_s = max(report.sync_s for report in done.reports.values())
         closed = state.totals.close_window(done.plan.window, now_s, reader, sync_s)
         replies: list[Instruction] = [closed]
         if state.plans is None:

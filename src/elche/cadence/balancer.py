@@ -350,7 +350,6 @@ class Balancer:
         return end
 
     def _ends(self, parts: Sequence[int], times: _Times) -> list[float]:
-        """Returns the time at which each rank ends its share."""
         return [*map(self._end_of(times), range(self.world_size), parts)]
 
     def _gain(self, split: Sequence[int], kept: Sequence[int], times: _Times) -> float:

@@ -156,7 +156,6 @@ class SimulatedSyncEpoch:
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
     def _compute(self) -> Script:
-        """Computes this rank's share of the next step."""
         rank = self._rank
         if rank.is_back:
             rank.note_recovery()
@@ -334,7 +333,6 @@ class SimulatedSyncEpoch:
             self._reports.close(backward_passes=number + 1)
 
     def _report(self) -> None:
-        """Sends the pending report."""
         event = self._reports.take()
         if event is not None:
             self._sim.send(event)

@@ -404,7 +404,6 @@ class ExcludedRanks:
         return min(self._members)
 
     def _without(self, ranks: tuple[int, ...], step_s: float) -> _Exclusion:
-        """Returns the step times with and without these ranks."""
         is_alone, reduce_s = self._is_alone(ranks), 0.0
         if is_alone and self._first not in ranks:  # it will reduce nothing
             reduce_s = median(each.reduce_s for each in self._recent)

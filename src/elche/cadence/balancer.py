@@ -8,8 +8,7 @@ from typing import Any, TypeAlias, final
 
 from elche.cadence.rank_time import RankTime
 from elche.cadence.share_sizes import MAX_SIZES, ShareSizes
-from elche.cadence.split import passes_of
-from elche.cadence.split import split_for_makespan as split_for_makespan
+from elche.cadence.split import passes_of, split_for_makespan
 from elche.cadence.throughput import (
     MAX_SPEED_RATIO,
     SpeedHints,
@@ -36,7 +35,6 @@ MOST_TRIAL = 2.0
 """Fraction of a step by which a trial may be longer, however rare trials are."""
 
 _Times: TypeAlias = tuple[list[float], list[float]]
-
 
 WARM_UP_SIZES = 4
 """Number of sizes of a rank up to which splits follow every warm-up report."""
@@ -73,24 +71,6 @@ class Balancer:
     Raises:
         ConfigError: speed_hints does not fit the ranks.
     """
-
-    __slots__ = (
-        "_accumulates",
-        "_decided",
-        "_excluded",
-        "_is_capped",
-        "_kept",
-        "_kept_without",
-        "_least_ranks",
-        "_min_share",
-        "_models",
-        "_reports",
-        "_sizes",
-        "_speeds",
-        "_tried",
-        "caps",
-        "world_size",
-    )
 
     def __init__(
         self,
@@ -326,7 +306,7 @@ class Balancer:
         Knees do not change the split: below its knee, a rank's time does not depend on
         the size of its share.
         """
-        costs = complete_costs([model.cost for model in self._models], self._speeds)
+        costs = self.costs_s()
         cheapest = min(costs)
         relative = [min(cost / cheapest, MAX_SPEED_RATIO) for cost in costs]
         known = [model.fixed_samples for model in self._models if model.is_measured]
@@ -370,7 +350,6 @@ class Balancer:
         return end
 
     def _ends(self, parts: Sequence[int], times: _Times) -> list[float]:
-        """Returns the time at which each rank ends its share."""
         return [*map(self._end_of(times), range(self.world_size), parts)]
 
     def _gain(self, split: Sequence[int], kept: Sequence[int], times: _Times) -> float:

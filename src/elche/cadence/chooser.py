@@ -135,7 +135,8 @@ class Chooser:
         if not better or chosen is not before:
             self._rival, self._seen = None, 0
         self._current = chosen
-        excluded = _excluded(cluster, fleet, chosen)
+        places = set(fleet.ranks).difference(chosen.ranks)
+        excluded = tuple(sorted(cluster.ranks[place] for place in places))
         reason = self._reason(chosen, options, fleet, excluded, cluster.doubt)
         if before is not None and chosen is not before:
             reason += f"; until now {before.policy} on {_so_many(before.ranks)}, "
@@ -270,14 +271,6 @@ def _is_clear(option: Prediction, other: Prediction, doubt: float) -> bool:
     if len(other.ranks) > 1:
         doubt *= DOUBT_IN_COMMON
     return option.goodput >= (1.0 + max(MARGIN, doubt)) * other.goodput
-
-
-def _excluded(
-    cluster: MeasuredCluster, fleet: Fleet, chosen: Prediction
-) -> tuple[int, ...]:
-    """Returns the ranks that an option excludes, ascending."""
-    places = set(fleet.ranks).difference(chosen.ranks)
-    return tuple(sorted(cluster.ranks[place] for place in places))
 
 
 def _so_many(ranks: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import final
 
-from elche.cadence.balancer import split_for_makespan
 from elche.cadence.convergence import REFERENCE_BATCHES, sample_efficiency
 from elche.cadence.overlapped import (
     BatchTimes,
@@ -24,7 +23,8 @@ from elche.cadence.overlapped import (
     best_anchor,
     overlapped_window,
 )
-from elche.cadence.window import aligned_anchor, lost_share
+from elche.cadence.split import split_for_makespan
+from elche.cadence.window import ALIGNED_RANKS, aligned_anchor, lost_share
 
 MAX_FIXED_SAMPLES = 1e9
 """Upper bound of a step's fixed time, in samples, when a batch is split."""
@@ -41,8 +41,6 @@ ADOPTION_BATCHES = 0.5
 """Delay (own batches) until the fastest rank's next batch, where it adopts."""
 FREE_WAIT = 0.01
 """Fraction of a window that ranks may wait at its end without lengthening it."""
-ALIGNED_RANKS = 64
-"""Most ranks for which an anchor can align the ends of whole batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,8 @@ SLACK = 1.5
 """Largest factor of an aligned anchor over El Che's."""
 WORTH = 0.004
 """Least fraction of a window that a larger anchor must save."""
+ALIGNED_RANKS = 64
+"""Most ranks whose anchor is aligned so that all finish whole batches together."""
 
 
 def should_close(

@@ -96,9 +96,8 @@ class RunRecord:
             return self._kept([replace(self.end, rank=what.rank)] if self.end else [])
         if isinstance(what, StoreSet):
             self.store[what.key] = what.value
-        else:
-            return self._kept(self.core.handle(what, entry.now_s))
-        return []
+            return []
+        return self._kept(self.core.handle(what, entry.now_s))
 
     def clock_s(self, wall_s: float, host_s: float) -> float:
         """Returns the run clock's offset (s) to a host's; it includes restarts."""

@@ -303,7 +303,6 @@ class Membership:
         joined: tuple[int, ...] = (),
         in_order: bool = False,
     ) -> list[Instruction]:
-        """Returns `Regroup` instructions for these ranks and this generation."""
         return [
             Regroup(
                 rank=rank,

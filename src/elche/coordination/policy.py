@@ -34,8 +34,7 @@ class EpochTotals:
 
     def __init__(self, epoch: int, world_size: int, now_s: float) -> None:
         self._epoch = epoch
-        self._book = MetricsBook(world_size)
-        self._book.begin_epoch(epoch, now_s)
+        self._book = MetricsBook(world_size, epoch, now_s)
         self.sync_s = 0.0
         self.windows = 0
         self._before: MetricsBook | None = None

@@ -28,6 +28,8 @@ from elche.errors import (
 
 PAUSED_S = 5.0
 """Longest time (s) between ticks; beyond it the coordinator itself was paused."""
+JOINING_S = 300.0
+"""Deadline (s) for ranks to join, until their configuration sets its own."""
 
 
 @final
@@ -39,12 +41,10 @@ class Deadline:
         last_message_s: time of the last message.
     """
 
-    def __init__(
-        self, membership: Membership, barriers: Barriers, timeout_s: float
-    ) -> None:
+    def __init__(self, membership: Membership, barriers: Barriers) -> None:
         self._membership = membership
         self._barriers = barriers
-        self.timeout_s = timeout_s
+        self.timeout_s = JOINING_S
         self.last_message_s: float | None = None
         self._ticked_s: float | None = None
 

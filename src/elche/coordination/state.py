@@ -71,8 +71,6 @@ class Coordinator:
 
     Args:
         world_size: number of ranks in the run.
-        timeout_s: deadline (s) for ranks to join, until their configuration sets its
-            own.
         survives: continue without lost ranks once epochs have begun, and admit new
             ranks where an epoch is cut, if the settings allow it.
 
@@ -81,9 +79,7 @@ class Coordinator:
         silent: lost ranks that were silent, and had to be killed.
     """
 
-    def __init__(
-        self, world_size: int, timeout_s: float = 300.0, *, survives: bool = False
-    ) -> None:
+    def __init__(self, world_size: int, *, survives: bool = False) -> None:
         self.lost: set[int] = set()
         self.silent: set[int] = set()
         self._membership = Membership(world_size, grows=survives)
@@ -91,7 +87,7 @@ class Coordinator:
         self._replicas: tuple[tuple[int, ...], ...] = ()
         self._barriers = Barriers()
         self._run = RunFacts(has_launcher=survives)
-        self._deadline = Deadline(self._membership, self._barriers, timeout_s)
+        self._deadline = Deadline(self._membership, self._barriers)
         self._end = RunEnd(self._membership)
         self._story = Story()
         self._handlers: dict[type[Event], Callable[..., _Replies]] = {

@@ -64,7 +64,7 @@ class SingleRun:
         self._generator = torch.Generator()
         self._course: EpochCourse | None = None
         self._resumed: EpochCourse | None = None
-        self._book = MetricsBook(world_size=1)
+        self._book = MetricsBook(1, -1, 0.0)
         self._epoch = self._window = -1
         self._length = self._samples_before = self._batch = 0
         self._size = self._stop = self._reported_samples = 0
@@ -332,7 +332,7 @@ class SingleRun:
         self.is_in_epoch, self._has_scalars = True, False
         self._batch = 0
         self._opened_s = self._done_s = time.monotonic()
-        self._book.begin_epoch(self._epoch, self._opened_s)
+        self._book = MetricsBook(1, self._epoch, self._opened_s)
         return self._epoch
 
     def _batch_done(self, began_s: float, ready_s: float, now_s: float) -> None:

@@ -158,7 +158,7 @@ class Engine:
         """Starts a process."""
         process = SimulatedProcess(rank, script)
         self.processes[rank] = process
-        self.at(self.now_s + after_s, self._wake, process, process.turn, None)
+        self._wake_at(self.now_s + after_s, process, None)
 
     def travel(self, way: str, rank: int, act: Callable[..., None], *args: Any) -> None:
         """Calls ``act`` when a message arrives; each channel's messages keep order."""
@@ -229,8 +229,7 @@ class Engine:
         waits = process.is_alive and process.wait is collective
         if waits and rank not in collective.done_s:
             process.turn += 1  # cancels its scheduled wake-up with a result
-            at_s = self.now_s + self.link.latency_s
-            self.at(at_s, self._wake, process, process.turn, False)
+            self._wake_at(self.now_s + self.link.latency_s, process, False)
 
     def _complete(self, key: tuple[Any, ...], collective: Collective) -> None:
         ends_s = max(self.now_s, collective.ends_s())
@@ -243,12 +242,15 @@ class Engine:
             last_s = max(last_s, done_s)
             process = self.processes[rank]
             if process.wait is collective:
-                self.at(done_s, self._wake, process, process.turn, True)
+                self._wake_at(done_s, process, True)
         self.at(last_s, self._forget, key, collective)
 
     def _forget(self, key: tuple[Any, ...], collective: Collective) -> None:
         if not collective.failed and self.collectives.get(key) is collective:
             del self.collectives[key]
+
+    def _wake_at(self, at_s: float, process: SimulatedProcess, value: object) -> None:
+        self.at(at_s, self._wake, process, process.turn, value)
 
     def _wake(self, process: SimulatedProcess, turn: int, value: object) -> None:
         """Resumes a process, unless it was resumed since this call was scheduled."""
@@ -260,13 +262,9 @@ class Engine:
             wait = process.script.send(value)
             while isinstance(wait, Receive) and process.inbox:
                 wait = process.script.send(None)
-        except StopIteration:
+        except (StopIteration, AbortedError) as end:
             process.is_alive = False
-            self._on_end(process.rank, False)
-            return
-        except AbortedError:
-            process.is_alive = False
-            self._on_end(process.rank, True)
+            self._on_end(process.rank, isinstance(end, AbortedError))
             return
         self._suspend(process, wait)
 
@@ -274,20 +272,17 @@ class Engine:
         process.wait, process.since_s = wait, self.now_s
         if isinstance(wait, Receive):
             if wait.timeout_s is not None:
-                at_s = self.now_s + wait.timeout_s
-                self.at(at_s, self._wake, process, process.turn, None)
+                self._wake_at(self.now_s + wait.timeout_s, process, None)
         elif isinstance(wait, Collective):
             done_s = wait.done_s.get(process.rank)
             if done_s is not None:
-                at_s = max(done_s, self.now_s)
-                self.at(at_s, self._wake, process, process.turn, True)
+                self._wake_at(max(done_s, self.now_s), process, True)
             elif wait.failed:
-                at_s = self.now_s + self.link.latency_s
-                self.at(at_s, self._wake, process, process.turn, False)
+                self._wake_at(self.now_s + self.link.latency_s, process, False)
             elif self._breaks_off(process, wait):
-                self.at(self.now_s, self._wake, process, process.turn, False)
+                self._wake_at(self.now_s, process, False)
         else:
-            self.at(self.now_s + wait, self._wake, process, process.turn, None)
+            self._wake_at(self.now_s + wait, process, None)
 
     def _breaks_off(self, process: SimulatedProcess, wait: Collective) -> bool:
         """True if a received instruction ends the wait."""

@@ -411,7 +411,6 @@ class Rank:
                 assert isinstance(instruction, LEFT_BEHIND), instruction
 
     def _open(self) -> None:
-        """Opens the epoch, or the rest of it."""
         self.sim.send(
             EpochOpened(
                 rank=self.rank,

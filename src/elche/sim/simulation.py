@@ -131,7 +131,6 @@ class Simulation(World):
         return sorted(r for r, p in self.engine.processes.items() if p.is_alive)
 
     def _epoch_of(self, rank: Rank, begin: BeginEpoch) -> Generator[Any, Any, EndEpoch]:
-        """Runs a rank's epoch, or a part of it."""
         self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
         if begin.policy == "sync":
             return (yield from SimulatedSyncEpoch(rank, begin).train())

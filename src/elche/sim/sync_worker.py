@@ -156,7 +156,6 @@ class SimulatedSyncEpoch:
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
     def _compute(self) -> Script:
-        """Computes this rank's share of the next step."""
         rank = self._rank
         if rank.is_back:
             rank.note_recovery()
@@ -318,16 +317,13 @@ class SimulatedSyncEpoch:
             self._reports.granted(grant)
         shares, counted = grant.shares, grant.shares[rank.rank]
         few = min(self._sim.cluster.run.min_share_samples, sum(shares))
-        steps = range(grant.start, grant.stop)
         start = sum(shares[: rank.rank])
         own = start, start + counted
-        self._loader.push(
-            (
-                Loaded(step, counted or few, counted, rank.parts_of(step, *own))
-                for step in steps
-            ),
-            rank.now_s,
-        )
+        steps = [
+            Loaded(step, counted or few, counted, rank.parts_of(step, *own))
+            for step in range(grant.start, grant.stop)
+        ]
+        self._loader.push(steps, rank.now_s)
 
     def _account(self, number: int, cost: BatchCost) -> None:
         """Records a finished step; a grant's report waits for the next backward."""
@@ -337,7 +333,6 @@ class SimulatedSyncEpoch:
             self._reports.close(backward_passes=number + 1)
 
     def _report(self) -> None:
-        """Sends the pending report."""
         event = self._reports.take()
         if event is not None:
             self._sim.send(event)

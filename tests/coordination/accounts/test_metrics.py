@@ -58,9 +58,7 @@ def test_efficiency_is_the_rate_over_what_all_ranks_deliver(
 
 
 def opened(world_size: int = 2, now_s: float = 10.0) -> MetricsBook:
-    book = MetricsBook(world_size)
-    book.begin_epoch(3, now_s)
-    return book
+    return MetricsBook(world_size, 3, now_s)
 
 
 @given(

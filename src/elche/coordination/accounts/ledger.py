@@ -126,14 +126,13 @@ class EpochLedger:
         Raises:
             ProtocolError: the batches are not the holder's next leased ones.
         """
-        holding = self._holdings.get(holder)
-        leases = holding.leased if holding is not None else deque()
+        holding = self._holdings.get(holder) or _Holding()
+        leases = holding.leased
         if not leases or leases[0][0] != start or not start < stop <= leases[0][1]:
             raise ProtocolError(
                 f"{holder} claims batches {start}..{stop - 1}, but its next leases "
                 f"are {list(leases)[:4]}"
             )
-        assert holding is not None
         _, end = leases.popleft()
         if stop < end:
             leases.appendleft((stop, end))

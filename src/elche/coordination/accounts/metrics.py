@@ -285,27 +285,23 @@ class EpochMetrics(Metrics):
 
 
 class MetricsBook:
-    """Sums the ranks' reports per window and per epoch.
+    """Sums the ranks' reports per window and over one epoch.
 
     Windows may overlap: a rank may report for the next window already.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, epoch: int, now_s: float) -> None:
         self._world_size = world_size
-        self.begin_epoch(-1, 0.0)
+        self._epoch = epoch
+        self._began_s = self._closed_s = now_s
+        self._open: dict[int, _Account] = {}
+        self._total = self._whole = _Account(world_size)
 
     @property
     def samples(self) -> int:
         """Samples of the epoch so far, without discarded ones."""
         accounts = (self._total, *self._open.values())
         return round(sum(sum(account.counted["samples"]) for account in accounts))
-
-    def begin_epoch(self, epoch: int, now_s: float) -> None:
-        """Starts an epoch and drops the last one's sums."""
-        self._epoch = epoch
-        self._began_s = self._closed_s = now_s
-        self._open: dict[int, _Account] = {}
-        self._total = self._whole = _Account(self._world_size)
 
     def add(self, window: int, report: RankReport) -> None:
         """Adds a rank's report; the cost is proportional to its number of scalars.

@@ -94,7 +94,6 @@ class AutoChooser(MeasuredSteps):
         self._trains_alone = False  # one rank, in windows
         self._is_unsaid = False  # a choice was made between epochs, unreported
         self._has_changed = False  # the membership, since an epoch or part began
-        self._now_s = 0.0
 
     @property
     def _windows(self) -> WindowPolicy | None:
@@ -120,7 +119,7 @@ class AutoChooser(MeasuredSteps):
 
     def prepare(self, sync_s: float, now_s: float, *, alike: bool) -> None:
         """Chooses the policy for the next epoch, or for the rest of one."""
-        self.state_from, self._now_s = None, now_s
+        self.state_from = None
         self._samples += self.policy.totals.samples
         if self._phase is _Phase.MEASURING:
             self._measures.probe_s = self._measures.probe_s or sync_s
@@ -131,7 +130,7 @@ class AutoChooser(MeasuredSteps):
             self._measures.sync_s = known_s or self._measures.sync_s or sync_s
             if self._phase is not _Phase.LEAVING or self._has_changed:
                 self._is_unsaid |= self._choose()
-            self._carry_out(alike=alike)
+            self._carry_out(now_s, alike=alike)
         self._has_changed = False
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
@@ -241,16 +240,16 @@ class AutoChooser(MeasuredSteps):
         excluded, without_s = self._chosen.excluded, self._chosen.prediction.window_s
         return [*self._sync.exclusion.allow(excluded, with_s, without_s)]
 
-    def _carry_out(self, *, alike: bool) -> None:
+    def _carry_out(self, now_s: float, *, alike: bool) -> None:
         """Applies the choice to the policy at an epoch's start."""
         choice, windows = self._chosen, self._windows
         if self._wants_windows:
             if windows is None or self._is_outdated(windows):
-                self._begin_windows()
+                self._begin_windows(now_s)
         elif windows is None:
             self._phase = _Phase.STEPS
         # All ranks take the same steps, so their optimizers must be the same.
-        elif alike and self._may_return(choice):
+        elif alike and self._may_return(choice, now_s):
             (self.state_from,) = self._members.keys() - windows.state.idle
             self._next_window = windows.first_window
             self.policy, self._phase = self._sync, _Phase.STEPS
@@ -267,13 +266,13 @@ class AutoChooser(MeasuredSteps):
         overlapped = windows.name == "async" and not choice.is_alone
         return overlapped and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
 
-    def _may_return(self, choice: Choice) -> bool:
+    def _may_return(self, choice: Choice, now_s: float) -> bool:
         """True if trying steps of all ranks costs little of the time on one device."""
         ahead = max(member.horizon_batches for member in self._members.values()) + 2
         cost_s = (OBSERVED_GRANTS + ahead) * choice.prediction.window_s
-        return (self._now_s - self._alone_since_s) * RETURN_COST >= cost_s
+        return (now_s - self._alone_since_s) * RETURN_COST >= cost_s
 
-    def _begin_windows(self) -> None:
+    def _begin_windows(self, now_s: float) -> None:
         """Starts the chosen windows with the times measured so far.
 
         They cut batches for all ranks of the run, including excluded ones, so that
@@ -294,7 +293,7 @@ class AutoChooser(MeasuredSteps):
             progress_samples=self._samples,
         )
         self._trains_alone = choice.is_alone
-        self._alone_since_s = self._now_s
+        self._alone_since_s = now_s
         self._phase = _Phase.WINDOWS
 
     def _announce(self) -> list[Instruction]:

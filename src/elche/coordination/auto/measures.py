@@ -63,7 +63,7 @@ class Measures:
         self._times = times
         self._cold: dict[int, RankTime] = {}
         self._shown_s: list[float] = []
-        self._hidden = self._step_s = 0.0
+        self._hidden = 0.0
         self._is_learned = False
         self.probe_s = self.sync_s = 0.0
         self.count = 0
@@ -88,16 +88,16 @@ class Measures:
         else:
             self._cold.clear()
             self.count += 1
-        self._step_s = max(report.busy_s for report in reports) / steps
+        step_s = max(report.busy_s for report in reports) / steps
         shown_s = min(report.sync_wait_s for report in reports) / steps
         # Over several steps no rank is always the last: each waits for another.
         spread = self._jitter * (1.0 - 1.0 / math.sqrt(steps))
-        shown_s -= spread * expected_most(len(reports)) * self._step_s
+        shown_s -= spread * expected_most(len(reports)) * step_s
         if self.count:
             self._shown_s = [*self._shown_s, max(0.0, shown_s)][-KEPT_STEPS:]
-        self._infer(max(0.0, shown_s))
+        self._infer(max(0.0, shown_s), step_s)
 
-    def _infer(self, shown_s: float) -> None:
+    def _infer(self, shown_s: float, step_s: float) -> None:
         """Updates the time of a reduction, and its fraction hidden under backward."""
         shown_s = median(self._shown_s or [shown_s])
         if not self._is_learned:
@@ -105,7 +105,7 @@ class Measures:
             self._hidden = min(1.0 - shown_s / self.sync_s, MOST_HIDDEN)
         else:
             hidden_s = shown_s * self._hidden / (1.0 - self._hidden)
-            self.sync_s = shown_s + min(hidden_s, BACKWARD_SHARE * self._step_s)
+            self.sync_s = shown_s + min(hidden_s, BACKWARD_SHARE * step_s)
 
     @property
     def _jitter(self) -> float:

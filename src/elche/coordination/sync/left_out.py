@@ -133,8 +133,7 @@ class ExcludedRanks:
         self._members = list(members)
         self._shares = shares
         # Columns of fixed shares stay on their rank.
-        is_fixed = config.debug.deterministic or config.shares == "fixed"
-        self._is_allowed = config.leave_out and len(members) > 1 and not is_fixed
+        self._is_allowed = config.leave_out and len(members) > 1 and not shares.is_fixed
         is_on = self._is_allowed and config.policy == "sync"
         self._phase = _Phase.MEASURING if is_on else _Phase.OFF
         self.unknown: dict[int, str] = {}
@@ -405,7 +404,6 @@ class ExcludedRanks:
         return min(self._members)
 
     def _without(self, ranks: tuple[int, ...], step_s: float) -> _Exclusion:
-        """Returns the step times with and without these ranks."""
         is_alone, reduce_s = self._is_alone(ranks), 0.0
         if is_alone and self._first not in ranks:  # it will reduce nothing
             reduce_s = median(each.reduce_s for each in self._recent)

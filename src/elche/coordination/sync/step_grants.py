@@ -204,10 +204,7 @@ class StepGrants:
             grant.shares[event.rank] * max(0, min(grant.stop, event.step) - grant.start)
             for grant in owed
         )
-        times_s = (
-            *(event.busy_s, event.data_wait_s),
-            *(event.transfer_s, event.sync_wait_s),
-        )
+        times_s = event.busy_s, event.data_wait_s, event.transfer_s, event.sync_wait_s
         if event.samples != samples or not all(map(math.isfinite, times_s)):
             raise ProtocolError(
                 f"rank {event.rank} left epoch {event.epoch} after step {event.step} "

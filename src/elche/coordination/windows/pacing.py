@@ -11,7 +11,7 @@ from elche.cadence.divergence import DivergenceGuard
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.overlapped import ROOM, BatchTimes, anchor_for, best_anchor
 from elche.cadence.rank_time import RankTimes
-from elche.cadence.window import aligned_anchor
+from elche.cadence.window import ALIGNED_RANKS, aligned_anchor
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.windows.reductions import Reduction
@@ -28,8 +28,6 @@ not delay the others at once.
 """
 REDUCTIONS_KEPT = 3
 """Number of latest overlapped reductions in the median time."""
-ALIGNED_RANKS = 64
-"""Most ranks whose anchor is aligned so that all finish whole batches together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,7 +353,6 @@ class WindowLoop:
         return self._result is not ResultPhase.HELD
 
     def _finish_or_wait(self, why: str, timeout_s: float | None = None) -> Action:
-        """Returns an action to finish the reduction, or to wait for it."""
         if self.in_flight is not None:
             return Action(Do.FINISH, self._reduce)
         return Action(Do.WAIT, timeout_s=timeout_s, why=why)

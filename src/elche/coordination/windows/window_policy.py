@@ -304,13 +304,10 @@ class WindowPolicy(Policy):
     def _commit(self, now_s: float) -> Outcome:
         """Commits a window whose result all ranks hold, and continues."""
         state, done = self.state, self.state.commit()
-        sync_s, reader = (
-            max(r.sync_s for r in done.reports.values()),
-            min(state.members),
-        )
-        replies: list[Instruction] = [
-            state.totals.close_window(done.plan.window, now_s, reader, sync_s)
-        ]
+        reader = min(state.members)
+        sync_s = max(report.sync_s for report in done.reports.values())
+        closed = state.totals.close_window(done.plan.window, now_s, reader, sync_s)
+        replies: list[Instruction] = [closed]
         if state.plans is None:
             unpaced, parts = state.idle | done.diverged, done.parts.items()
             active = [p.batches for r, p in parts if p.batches and r not in unpaced]

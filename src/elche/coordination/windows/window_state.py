@@ -321,7 +321,6 @@ class WindowState:
         self.reset(self.ledger.sizes, self.epoch, 0.0)
 
     def _repace(self) -> None:
-        """Adapts pacing to a new membership."""
         self.pacing.change(sorted(self.members))
         self._last_pace = -1, None
 

@@ -159,6 +159,33 @@ def test_shares_follow_in_short_epochs_whose_groups_change_twice() -> None:
     assert 25 < late[0] < 30, "28 and 4 take 28 and 24 ms"
 
 
+def test_a_new_group_is_cold_but_compiles_nothing_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once each change of the group took as long as the rank's first batch."""
+    take, cold = SyncPolicy._take, list[StepsDone]()
+
+    def noted(policy: SyncPolicy, event: StepsDone) -> None:
+        cold.extend([] if event.warm else [event])
+        take(policy, event)
+
+    monkeypatch.setattr(SyncPolicy, "_take", noted)
+    ends_s = []
+    for first_s in (2.0, 0.0):
+        cold.clear()
+        slow = device(seconds_per_batch=0.06, first_batch_s=first_s)
+        run = SimulatedRun(
+            policy="sync", samples=20 * BATCH, batch_size=BATCH, epochs=30, seed=3
+        )
+        sim = WatchedSimulation(Cluster(run=run, devices=(device(), slow)), CHECKED)
+        sim.run()
+        ends_s.append(sim.end_s)
+        changes = sum(bool(one.left_out) for one in told(sim, LeaveOut, 0))
+        assert changes > 20
+        assert len(cold) >= changes or not first_s
+    assert ends_s[0] - ends_s[1] < 1.5 * 2.0
+
+
 @pytest.mark.reaches("ranks left out")
 @given(
     slow=st.lists(st.sampled_from([1.0, 0.3, 0.02, 0.005]), min_size=1, max_size=3),

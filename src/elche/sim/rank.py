@@ -181,6 +181,7 @@ class Rank:
         self._is_new = is_new
         self._is_part = False
         self.is_cold = True
+        self._first_batch_s = device.first_batch_s
         self._random = random.Random(f"{sim.cluster.run.seed}/{rank}")
         self._sigma = math.sqrt(math.log1p(device.jitter**2))
         self._drifts = sorted(device.drift, key=lambda one: one.at_s)
@@ -251,10 +252,9 @@ class Rank:
             device.spike_probability
         ):
             busy_s *= device.spike_factor
+        first_s, self._first_batch_s = self._first_batch_s, 0.0
         is_warm, self.is_cold = not self.is_cold, False
-        if not is_warm:
-            busy_s += device.first_batch_s
-        return busy_s, is_warm or not device.first_batch_s
+        return busy_s + first_s, is_warm or not device.first_batch_s
 
     def run_batch(
         self, item: Loaded, name: str, in_backward: Callable[[], None] | None = None

@@ -142,6 +142,25 @@ def test_it_returns_in_the_same_epoch_unless_state_has_moved(
     assert last > 1.3 if returns else 0.95 < last < 1.1
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 4.0])
+def test_a_wrong_exclusion_ends_and_a_right_one_comes_back(pause_s: float) -> None:
+    """Loading hides behind reductions; or the fast rank is slow for some seconds.
+
+    Once the first run took twice as long, since every trial failed.
+    """
+    devices = (device(load_seconds_per_sample=0.005),) * 2
+    if pause_s:
+        drift = Drift(at_s=5.0, factor=9.0), Drift(at_s=5.0 + pause_s, factor=1.0)
+        devices = device(drift=drift), device(seconds_per_batch=0.06)
+    run = SimulatedRun(
+        policy="sync", samples=1000 * BATCH, batch_size=BATCH, seed=3, model_bytes=1e6
+    )
+    link = Link(bytes_per_s=1e9 if pause_s else 2e7)
+    sim = WatchedSimulation(Cluster(run=run, devices=devices, link=link), CHECKED)
+    sim.run()
+    assert sim.end_s < (50.0 if pause_s else 90.0)
+
+
 def test_shares_follow_in_short_epochs_whose_groups_change_twice() -> None:
     """The first step of a group is cold. Once: it was granted with the others."""
     drift = (Drift(at_s=5.0, factor=6.0),)

@@ -146,7 +146,7 @@ class ExcludedRanks:
         self._agreed: _Exclusion | None = None  # found twice in a row
         self._chosen = _Exclusion((), 0.0, 0.0)
         self._epoch, self._samples, self._steps_left = -1, 0, 0
-        self._bias = 0.0  # of predictions, once one has been verified
+        self._biases: dict[bool, float] = {}  # of verified predictions; of one alone
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._tried_s, self._pause_s = float("-inf"), 0.0
@@ -297,13 +297,15 @@ class ExcludedRanks:
         """Decides by the measured step time; excludes ranks found twice in a row."""
         before = self._chosen
         if self._phase is _Phase.APART:
-            if not self._is_alone(self.ranks):
-                predicted_s = self._shares.step_s(self._samples, self.ranks)
-                self._bias = max(1.0, step_s / predicted_s)
+            predicted_s = self._shares.step_s(self._samples, self.ranks)
+            is_alone = self._is_alone(self.ranks)
+            self._biases[is_alone] = max(1.0, step_s / predicted_s)
             self._chosen = replace(before, without_s=step_s)
+        elif not self.is_trying and self._now_s >= self._trial_due_s:
+            self._biases.clear()  # speeds may have changed since
         found = self._shorter(step_s)
         if self.is_trying:
-            if found is None and step_s >= before.without_s:
+            if found is None and min(step_s, before.with_s) >= before.without_s:
                 found = replace(before, with_s=step_s)
             if found is not None and self._is_worth(found):
                 return self._choose(found)
@@ -408,9 +410,10 @@ class ExcludedRanks:
         if is_alone and self._first not in ranks:  # it will reduce nothing
             reduce_s = median(each.reduce_s for each in self._recent)
         without_s = self._shares.step_s(self._samples, ranks, reduce_s)
-        if not is_alone:
-            shown_s = mean(each.shown_s for each in self._recent)
-            without_s = without_s * self._bias if self._bias else without_s + shown_s
+        if is_alone in self._biases:
+            without_s *= self._biases[is_alone]
+        elif not is_alone:
+            without_s += mean(each.shown_s for each in self._recent)
         return _Exclusion(ranks, step_s, without_s)
 
     def _is_alone(self, excluded: Sequence[int]) -> bool:

@@ -80,8 +80,9 @@ class EpochTotals:
         is_large = len(metrics.rank_samples) > TABLE_RANKS
         whole = metrics.to_json()
         small = metrics.totals().to_json() if is_large else whole
+        first = min(ranks)
         for rank in ranks:
-            values = whole if rank == min(ranks) else small
+            values = whole if rank == first else small
             yield MetricsReported(
                 rank=rank, epoch=self._epoch, window=-1, values=values
             )

@@ -37,8 +37,8 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(auto_chooser, "RETURN_COST", 1e9)
     carry_out = AutoChooser._carry_out
 
-    def note(auto: AutoChooser, *, alike: bool) -> None:
-        carry_out(auto, alike=alike)
+    def note(auto: AutoChooser, now_s: float, *, alike: bool) -> None:
+        carry_out(auto, now_s, alike=alike)
         if auto.state_from is not None:
             returned.append(auto.state_from)
 

@@ -161,6 +161,38 @@ def test_a_wrong_exclusion_ends_and_a_right_one_comes_back(pause_s: float) -> No
     assert sim.end_s < (50.0 if pause_s else 90.0)
 
 
+def test_a_rank_that_slows_with_the_others_is_soon_excluded_again() -> None:
+    """Once it took part for half a minute, unsaid: steps alone seemed mispredicted."""
+    drift = (Drift(at_s=40.0, factor=3.0),)
+    devices = device(drift=drift), device(seconds_per_batch=0.06, drift=drift)
+    run = SimulatedRun(policy="sync", samples=2000 * BATCH, batch_size=BATCH, seed=3)
+    link = Link(latency_s=1e-4, bytes_per_s=1e10)
+    sim = WatchedSimulation(Cluster(run=run, devices=devices, link=link), CHECKED)
+    sim.run()
+    changes = [
+        (at_s, one)
+        for at_s, one in sim.messages
+        if isinstance(one, LeaveOut) and one.rank == 0 and at_s > 40.0
+    ]
+    (began_s, began), (_, said), (ended_s, ended) = changes[:3]
+    assert not began.left_out
+    assert said.reason == "rank 1 takes part again: no time was saved"
+    assert ended.left_out == (1,)
+    assert ended_s - began_s < 8.0
+
+
+def test_an_exclusion_that_saves_nothing_is_not_repeated_all_the_time() -> None:
+    """Once 15 times in 200 s: trials of ranks that are not slow seemed to be free."""
+    devices = (device(load_seconds_per_sample=0.003),) * 2
+    run = SimulatedRun(
+        policy="sync", samples=2000 * BATCH, batch_size=BATCH, seed=3, model_bytes=1e6
+    )
+    link = Link(latency_s=1e-4, bytes_per_s=5e7)
+    sim = WatchedSimulation(Cluster(run=run, devices=devices, link=link), CHECKED)
+    sim.run()
+    assert 1 <= sum(bool(one.left_out) for one in told(sim, LeaveOut, 0)) < 5
+
+
 def test_shares_follow_in_short_epochs_whose_groups_change_twice() -> None:
     """The first step of a group is cold. Once: it was granted with the others."""
     drift = (Drift(at_s=5.0, factor=6.0),)

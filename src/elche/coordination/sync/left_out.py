@@ -296,13 +296,15 @@ class ExcludedRanks:
     def _look(self, step_s: float) -> list[LeaveOut]:
         """Decides by the measured step time; excludes ranks found twice in a row."""
         before = self._chosen
+        is_alone = self._is_alone(before.ranks)
         if self._phase is _Phase.APART:
-            predicted_s = self._shares.step_s(self._samples, self.ranks)
-            is_alone = self._is_alone(self.ranks)
-            self._biases[is_alone] = max(1.0, step_s / predicted_s)
-            self._chosen = replace(before, without_s=step_s)
+            before = self._chosen = replace(before, without_s=step_s)
         elif not self.is_trying and self._now_s >= self._trial_due_s:
             self._biases.clear()  # speeds may have changed since
+        is_known = before.ranks and is_alone in self._biases and not self.is_trying
+        if self.ranks or is_known:  # measured without them, whatever is predicted
+            predicted_s = self._shares.step_s(self._samples, before.ranks)
+            self._biases[is_alone] = max(1.0, before.without_s / predicted_s)
         found = self._shorter(step_s)
         if self.is_trying:
             if found is None and min(step_s, before.with_s) >= before.without_s:
@@ -316,8 +318,8 @@ class ExcludedRanks:
             self._announced, gain = (), before.without_s / step_s
             takes = "takes" if len(before.ranks) == 1 else "take"
             who = named_ranks(before.ranks)
-            line = f"{who} {takes} part again: {gain:.2f} times as fast"
-            return self._announce(line) if gain > 1.0 else []
+            why = f"{gain:.2f} times as fast" if gain > 1.0 else "no time was saved"
+            return self._announce(f"{who} {takes} part again: {why}")
         agreed = self._agreed = found if self._suspects is not None else None
         self._suspects = found
         # Without all ranks auto does not measure what windows would gain.
@@ -350,7 +352,8 @@ class ExcludedRanks:
             steps = SETTLING_GRANTS + MEASURED_GRANTS
             equal = self._samples // len(self._members)
             equal_s = self._shares.given_s(self._samples, equal)
-            cost_s = TRIAL_WARM_UP * max(equal_s[rank] for rank in found.ranks)
+            slow_s = max(self._all_s, *(equal_s[rank] for rank in found.ranks))
+            cost_s = TRIAL_WARM_UP * slow_s
             cost_s += (steps - TRIAL_WARM_UP) * self._all_s
             cost_s += 2 * self.carrying_s - steps * found.without_s
             pause_s, tried_s = cost_s / TRIAL_COST, self._now_s - self._tried_s

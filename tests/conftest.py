@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,11 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 leaks.adopt_orphans()
+
+
+def pytest_configure() -> None:
+    # A shell ignores it in its background, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -79,11 +79,16 @@ def move_rates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SyncPolicy, "_take", moved)
 
 
-def pair(slow: Device, **options: Any) -> Simulation:
-    """One long epoch of a fast rank and a slow one."""
+def pair(
+    slow: Device, fast: Device | None = None, changes: Any = None, **options: Any
+) -> Simulation:
+    """One long epoch of a fast rank and a slow one; ``changes`` are of the run."""
     run = SimulatedRun(policy="sync", samples=2000 * BATCH, batch_size=BATCH, seed=3)
     kept = {"link": Link(latency_s=1e-4, bytes_per_s=1e10), **options}
-    sim = WatchedSimulation(Cluster(run=run, devices=(device(), slow), **kept), CHECKED)
+    cluster = Cluster(
+        run=replace(run, **changes or {}), devices=(fast or device(), slow), **kept
+    )
+    sim = WatchedSimulation(cluster, CHECKED)
     sim.run()
     check_all(sim)
     return sim
@@ -148,27 +153,19 @@ def test_a_wrong_exclusion_ends_and_a_right_one_comes_back(pause_s: float) -> No
 
     Once the first run took twice as long, since every trial failed.
     """
-    devices = (device(load_seconds_per_sample=0.005),) * 2
+    slow = fast = device(load_seconds_per_sample=0.005)
     if pause_s:
         drift = Drift(at_s=5.0, factor=9.0), Drift(at_s=5.0 + pause_s, factor=1.0)
-        devices = device(drift=drift), device(seconds_per_batch=0.06)
-    run = SimulatedRun(
-        policy="sync", samples=1000 * BATCH, batch_size=BATCH, seed=3, model_bytes=1e6
-    )
-    link = Link(bytes_per_s=1e9 if pause_s else 2e7)
-    sim = WatchedSimulation(Cluster(run=run, devices=devices, link=link), CHECKED)
-    sim.run()
+        slow, fast = device(seconds_per_batch=0.06), device(drift=drift)
+    changes = {"samples": 1000 * BATCH, "model_bytes": 1e6}
+    sim = pair(slow, fast, changes, link=Link(bytes_per_s=1e9 if pause_s else 2e7))
     assert sim.end_s < (50.0 if pause_s else 90.0)
 
 
 def test_a_rank_that_slows_with_the_others_is_soon_excluded_again() -> None:
     """Once it took part for half a minute, unsaid: steps alone seemed mispredicted."""
     drift = (Drift(at_s=40.0, factor=3.0),)
-    devices = device(drift=drift), device(seconds_per_batch=0.06, drift=drift)
-    run = SimulatedRun(policy="sync", samples=2000 * BATCH, batch_size=BATCH, seed=3)
-    link = Link(latency_s=1e-4, bytes_per_s=1e10)
-    sim = WatchedSimulation(Cluster(run=run, devices=devices, link=link), CHECKED)
-    sim.run()
+    sim = pair(device(seconds_per_batch=0.06, drift=drift), device(drift=drift))
     changes = [
         (at_s, one)
         for at_s, one in sim.messages
@@ -183,13 +180,9 @@ def test_a_rank_that_slows_with_the_others_is_soon_excluded_again() -> None:
 
 def test_an_exclusion_that_saves_nothing_is_not_repeated_all_the_time() -> None:
     """Once 15 times in 200 s: trials of ranks that are not slow seemed to be free."""
-    devices = (device(load_seconds_per_sample=0.003),) * 2
-    run = SimulatedRun(
-        policy="sync", samples=2000 * BATCH, batch_size=BATCH, seed=3, model_bytes=1e6
-    )
+    loads = device(load_seconds_per_sample=0.003)
     link = Link(latency_s=1e-4, bytes_per_s=5e7)
-    sim = WatchedSimulation(Cluster(run=run, devices=devices, link=link), CHECKED)
-    sim.run()
+    sim = pair(loads, loads, {"model_bytes": 1e6}, link=link)
     assert 1 <= sum(bool(one.left_out) for one in told(sim, LeaveOut, 0)) < 5
 
 

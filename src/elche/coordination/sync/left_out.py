@@ -146,7 +146,7 @@ class ExcludedRanks:
         self._agreed: _Exclusion | None = None  # found twice in a row
         self._chosen = _Exclusion((), 0.0, 0.0)
         self._epoch, self._samples, self._steps_left = -1, 0, 0
-        self._biases: dict[bool, float] = {}  # of verified predictions; of one alone
+        self._biases: dict[bool, float] = {}  # of predictions; True: of one rank alone
         self.carrying_s = CARRYING_S
         self._now_s = self._all_s = self._trial_due_s = 0.0
         self._tried_s, self._pause_s = float("-inf"), 0.0
